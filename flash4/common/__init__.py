@@ -1,0 +1,1 @@
+"""What the kernels of all architectures share; no architecture knowledge lives here."""

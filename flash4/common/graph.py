@@ -1,0 +1,128 @@
+"""Pipeline graphs: the roles, rings and memory of a warp-specialised kernel as small frozen tables.
+
+Thread counts, barrier arrive counts, the shared-memory sum and the diagram in the docs are derived from these tables;
+nothing types them a second time.
+"""
+
+from dataclasses import dataclass
+
+WARP = 32
+WARPGROUP = 128
+BARRIER_BYTES = 8  # one mbarrier; a ring stage has two, "full" and "empty"
+
+
+@dataclass(frozen=True)
+class Role:
+    """A set of warps that run one role function.
+
+    Attributes:
+        name: name of the role function.
+        warpgroups: indices of the warpgroups that the role occupies.
+        active_warps: warps of those warpgroups that run the role function.
+        registers: registers per thread after reallocation.
+    """
+
+    name: str
+    warpgroups: range
+    active_warps: int
+    registers: int
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A shared-memory array.
+
+    Attributes:
+        name: name of the array.
+        nbytes: size.
+        borrows: name of the buffer whose memory it reuses, if any.
+    """
+
+    name: str
+    nbytes: int
+    borrows: str | None = None
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A ring of shared-memory slots, filled by TMA and released by the warps that read it.
+
+    Attributes:
+        name: name of the ring and of its buffer.
+        producer: role that fills it.
+        consumer: role that reads it.
+        stages: slots.
+        stage_bytes: bytes that one fill delivers (the transaction count of its barrier).
+    """
+
+    name: str
+    producer: Role
+    consumer: Role
+    stages: int
+    stage_bytes: int
+
+    @property
+    def consumer_arrivals(self) -> int:
+        """Arrivals that free a slot: one per consumer warp."""
+        return self.consumer.active_warps
+
+
+@dataclass(frozen=True)
+class PipelineGraph:
+    """Roles, rings and shared memory of one kernel."""
+
+    roles: tuple[Role, ...]
+    rings: tuple[Ring, ...]
+    buffers: tuple[Buffer, ...]
+
+    def role(self, name: str) -> Role:
+        """Return the role called ``name``."""
+        return next(role for role in self.roles if role.name == name)
+
+    def ring(self, name: str) -> Ring:
+        """Return the ring called ``name``."""
+        return next(ring for ring in self.rings if ring.name == name)
+
+    @property
+    def threads(self) -> int:
+        """Threads per CTA."""
+        return WARPGROUP * sum(len(role.warpgroups) for role in self.roles)
+
+    @property
+    def registers(self) -> int:
+        """Registers of one CTA after reallocation; the register file holds 65,536."""
+        return sum(WARPGROUP * len(role.warpgroups) * role.registers for role in self.roles)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of one CTA: buffers (a borrowing one counts only what exceeds its host) and barriers."""
+        sizes = {b.name: b.nbytes for b in self.buffers if b.borrows is None}
+        for b in self.buffers:
+            if b.borrows is not None:
+                sizes[b.borrows] = max(sizes[b.borrows], b.nbytes)
+        return sum(sizes.values()) + 2 * BARRIER_BYTES * sum(ring.stages for ring in self.rings)
+
+    def diagram(self) -> str:
+        """One line per ring: producer --[ring x stages]--> consumer."""
+        return "\n".join(
+            f"{ring.producer.name} --[{ring.name} x{ring.stages} tma->warps]--> {ring.consumer.name}"
+            for ring in self.rings
+        )
+
+    def table(self) -> str:
+        """Roles with warps and registers, then the shared-memory map."""
+        lines = [f"{'role':8} {'warpgroups':12} {'warps':>5} {'registers':>9}"]
+        for role in self.roles:
+            span = f"{role.warpgroups.start}..{role.warpgroups.stop - 1}"
+            lines.append(f"{role.name:8} {span:12} {role.active_warps:5} {role.registers:9}")
+        lines.append(
+            f"{'all':8} {self.threads // WARPGROUP:<12} {self.threads // WARP:5} {self.registers:9} of 65536"
+        )
+        lines.append("")
+        lines.append(f"{'smem':8} {'bytes':>9}")
+        for b in self.buffers:
+            lines.append(
+                f"{b.name:8} {b.nbytes:9}" + (f"  borrows {b.borrows}" if b.borrows else "")
+            )
+        lines.append(f"{'all':8} {self.smem_bytes:9}  with barriers")
+        return "\n".join(lines)

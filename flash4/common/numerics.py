@@ -1,0 +1,66 @@
+"""Scalar and row arithmetic of the softmax, in CuTe. Logits are in log2 units where a name ends in ``_log2``."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cutlass_dsl import T
+
+from flash4.common.dsl import inline_ptx
+
+LN2 = 0.6931471805599453
+LOG2E = 1.4426950408889634
+RESCALE_THRESHOLD_LOG2 = (
+    8.0  # P may grow to 2^8 before its row is rescaled: far from the limits of float16
+)
+
+
+def float_bits(x):
+    """Reinterpret a float32 as an int32; integers order like the floats as long as one side is >= 0."""
+    return Int32(inline_ptx(T.i32(), "=r,f", "mov.b32 $0, $1;", Float32(x)))
+
+
+def undefined():
+    """Return a float32 register with no defined value, and no dependence on what was in it."""
+    return Float32(inline_ptx(T.f32(), "=f", ""))
+
+
+def opaque(x):
+    """Return x through a move that the compiler cannot see through, so that it keeps it instead of recomputing it."""
+    return Int32(inline_ptx(T.i32(), "=r,r", "mov.b32 $0, $1;", Int32(x), side_effects=True))
+
+
+def max3_int(a, b, c):
+    """Largest of three int32: one VIMNMX3 on sm_90 and later."""
+    text = "{ .reg .s32 t; max.s32 t, $1, $2; max.s32 $0, t, $3; }"
+    return Int32(inline_ptx(T.i32(), "=r,r,r,r", text, a, b, c))
+
+
+def max_bits(values):
+    """Largest of float32 values by their bits: exact if that is >= 0, else merely some negative number."""
+    bits = [float_bits(x) for x in values]
+    lanes, turn = bits[:2], 0  # two chains, or each maximum would wait for the one before
+    for i in range(2, len(bits) - 1, 2):
+        lanes[turn] = max3_int(lanes[turn], bits[i], bits[i + 1])
+        turn ^= 1
+    if len(bits) % 2:
+        return max3_int(lanes[0], lanes[1], bits[-1])
+    return cutlass.max(lanes[0], lanes[1])
+
+
+def max_float(values):
+    """Largest of float32 values, in four chains."""
+    lanes = list(values[:4])
+    for i, x in enumerate(values[4:]):
+        lanes[i % 4] = cute.arch.fmax(lanes[i % 4], x)
+    return cute.arch.fmax(cute.arch.fmax(lanes[0], lanes[1]), cute.arch.fmax(lanes[2], lanes[3]))
+
+
+@cute.jit
+def settle(x: Float32):
+    """End a basic block on ``x >= 0``, so that ptxas keeps what x depends on above what follows.
+
+    Without it ptxas hoists the wait for an asynchronous MMA over the exponentials that should hide it. The branch is
+    never taken; the vote keeps it uniform over the warp.
+    """
+    if cute.arch.vote_any_sync(x < 0.0):
+        inline_ptx(None, "", "nanosleep.u32 20;", side_effects=True)

@@ -1,0 +1,168 @@
+"""Work tiles and the order in which a persistent grid visits them (dual-mode, see ``geometry``).
+
+One tile is ``tile_q`` queries of one head, or of one group of query heads that share a KV head, of one batch entry.
+``TileSchedule.at`` is the only place where a tile index gets its meaning.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flash4.common.geometry import KvBlocks, ceil_div, imin
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One unit of work: a query tile and the number of KV blocks that it visits.
+
+    Attributes:
+        index: position in the schedule.
+        valid: whether the index lies inside the schedule.
+        m_block: query tile within the sequence.
+        group: group of packed query heads within the heads that share ``head_kv``.
+        head_kv: KV head.
+        batch: batch entry.
+        n_blocks: KV blocks to visit, counted down from ``n_blocks - 1``.
+    """
+
+    index: object
+    valid: object
+    m_block: object
+    group: object
+    head_kv: object
+    batch: object
+    n_blocks: object
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Extent of the work, in tiles.
+
+    Attributes:
+        m_blocks: query tiles per sequence.
+        groups: groups of packed query heads per KV head.
+        heads_kv: KV heads.
+        batch: batch entries.
+    """
+
+    m_blocks: object
+    groups: object
+    heads_kv: object
+    batch: object
+
+    @property
+    def head_count(self):
+        """Independent (batch, head group) pairs."""
+        return self.groups * self.heads_kv * self.batch
+
+    @property
+    def total(self):
+        """Number of tiles."""
+        return self.m_blocks * self.head_count
+
+
+@dataclass(frozen=True)
+class TileSchedule:
+    """Static persistent order: worker ``start`` of ``step`` takes one tile of every wave of ``step`` tiles.
+
+    Heads are cut into sections of ``section`` heads, so that what is live fits the L2; within a section the query
+    tiles run from the longest to the shortest, over all heads of the section. Causal waves run over the workers in
+    alternating direction ("snake"), so that a worker which got the longest tile of one wave gets the shortest of the
+    next.
+
+    Attributes:
+        blocks: visiting rule of KV blocks; static.
+        grid: extent of the work.
+        section: heads per section.
+        start: this worker, 0 <= start < step.
+        step: number of workers.
+        seqlen_q: queries per sequence.
+        seqlen_k: keys per sequence.
+    """
+
+    blocks: KvBlocks
+    grid: Grid
+    section: object
+    start: object
+    step: object
+    seqlen_q: object
+    seqlen_k: object
+
+    def first(self):
+        """Return the worker's first tile."""
+        return self.at(self.start)
+
+    def next(self, tile):
+        """Return the worker's tile in the wave after that of ``tile``."""
+        if not self.blocks.causal:
+            return self.at(tile.index + self.step)
+        wave = tile.index // self.step + 1
+        backwards = wave % 2
+        return self.at(wave * self.step + self.start + backwards * (self.step - 1 - 2 * self.start))
+
+    def at(self, index):
+        """Decode a tile index."""
+        grid = self.grid
+        tiles_per_section = self.section * grid.m_blocks
+        section = index // tiles_per_section
+        within = index - section * tiles_per_section
+        heads = imin(self.section, grid.head_count - section * self.section)
+        m_block = within // heads
+        head = section * self.section + within - m_block * heads
+        if self.blocks.causal:
+            m_block = grid.m_blocks - 1 - m_block
+        head_of_all = head // grid.groups
+        batch = head_of_all // grid.heads_kv
+        return Tile(
+            index=index,
+            valid=index < grid.total,
+            m_block=m_block,
+            group=head - head_of_all * grid.groups,
+            head_kv=head_of_all - batch * grid.heads_kv,
+            batch=batch,
+            n_blocks=self.blocks.count(m_block, self.seqlen_q, self.seqlen_k),
+        )
+
+    def workers(self):
+        """Host only: the tile lists of all workers."""
+        lists = []
+        for start in range(self.step):
+            mine, tiles = replace(self, start=start), []
+            tile = mine.first()
+            while tile.valid:
+                tiles.append(tile)
+                tile = mine.next(tile)
+            lists.append(tiles)
+        return lists
+
+    def imbalance(self) -> float:
+        """Host only: the busiest worker's load over the mean load.
+
+        A tile costs its blocks plus one, for its prologue and store.
+        """
+        grid = self.grid
+        index = np.arange(grid.total)
+        section = index // (self.section * grid.m_blocks)
+        heads = np.minimum(self.section, grid.head_count - section * self.section)
+        m_block = (index - section * self.section * grid.m_blocks) // heads
+        if self.blocks.causal:
+            m_block = grid.m_blocks - 1 - m_block
+        counts = [
+            self.blocks.count(m, self.seqlen_q, self.seqlen_k) + 1 for m in range(grid.m_blocks)
+        ]
+        cost = np.array(counts)[m_block]
+        wave, worker = index // self.step, index % self.step
+        if self.blocks.causal:
+            worker = np.where(wave % 2 == 1, self.step - 1 - worker, worker)
+        loads = np.bincount(worker, weights=cost, minlength=self.step)
+        return float(loads.max() * self.step / loads.sum())
+
+
+def grid_of(problem, tile_q: int, pack: int) -> Grid:
+    """Tiles of a dense problem: ``pack`` query heads share a tile of ``tile_q`` queries."""
+    return Grid(
+        m_blocks=ceil_div(problem.seqlen_q, tile_q),
+        groups=ceil_div(problem.heads_q // problem.heads_kv, pack),
+        heads_kv=problem.heads_kv,
+        batch=problem.batch,
+    )

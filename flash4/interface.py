@@ -1,0 +1,221 @@
+"""Public functions: validation, defaults and documentation."""
+
+import inspect
+import math
+
+import torch
+
+from flash4 import ops
+from flash4.dispatch import Plan
+from flash4.problem import check_tensors
+
+__all__ = ["explain", "flash_attn_func"]
+
+# Keywords that are not built yet: accepted only with these values, which ask for nothing.
+_NEUTRAL = {
+    "softcap": (0.0, None),
+    "learnable_sink": (None,),
+    "score_mod": (None,),
+    "score_mod_bwd": (None,),
+    "mask_mod": (None,),
+    "aux_tensors": (None,),
+    "block_mask": (None,),
+    "alibi_slopes": (None,),
+    "dropout_p": (0.0,),
+    "q_descale": (None,),
+    "k_descale": (None,),
+    "v_descale": (None,),
+    "num_splits": (0, 1),
+}
+
+
+MULTIPROCESSORS = 132  # of an H100 or H200 SXM; what ``explain`` assumes without a GPU
+
+
+def default_scale(q) -> float:
+    """1 / sqrt(head_dim); 1 for an empty head dim, which the size checks refuse later."""
+    return 1 / math.sqrt(q.shape[-1] or 1)
+
+
+def _refuse_unbuilt(**keywords):
+    """Raise NotImplementedError for the first keyword that asks for something that is not built yet."""
+    for name, value in keywords.items():
+        neutral = _NEUTRAL[name]
+        if isinstance(value, torch.Tensor) or value not in neutral:
+            raise NotImplementedError(
+                f"flash4 does not support {name} yet; leave it at {neutral[0]!r}"
+            )
+
+
+def _window_causal(causal: bool, window_size) -> bool:
+    """Fold a window that asks for nothing more than ``causal`` into it.
+
+    Raises:
+        NotImplementedError: for a window that is limited in another way.
+        ValueError: not a pair.
+    """
+    try:
+        left, right = (None if side in (None, -1) else int(side) for side in window_size)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"window_size must be a pair (left, right) of int or None, got {window_size!r}"
+        ) from error
+    if left is not None or right not in (None, 0):
+        raise NotImplementedError(
+            f"flash4 does not support window_size={window_size!r} yet; (None, None) and (None, 0), which is causal, work"
+        )
+    return bool(causal) or right == 0
+
+
+def _check_out(out, q, v):
+    """Check a caller's output buffer.
+
+    Raises:
+        ValueError: wrong shape, dtype, device, or strides that TMA cannot address.
+    """
+    shape = (*q.shape[:3], v.shape[3])
+    if tuple(out.shape) != shape or out.dtype != q.dtype or out.device != q.device:
+        raise ValueError(
+            f"out must be {shape}, {q.dtype}, on {q.device}; got {tuple(out.shape)}, {out.dtype}, on {out.device}"
+        )
+    obstacle = ops.layout_obstacle(out)
+    if obstacle is not None:
+        raise ValueError(f"out cannot be written in place: {obstacle}")
+
+
+def flash_attn_func(
+    q,
+    k,
+    v,
+    *,
+    softmax_scale=None,
+    causal=False,
+    window_size=(None, None),
+    softcap=0.0,
+    learnable_sink=None,
+    score_mod=None,
+    score_mod_bwd=None,
+    mask_mod=None,
+    aux_tensors=None,
+    block_mask=None,
+    alibi_slopes=None,
+    dropout_p=0.0,
+    deterministic=None,
+    num_splits=0,
+    pack_gqa=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    out=None,
+    return_lse=False,
+):
+    """Exact attention, out = softmax(softmax_scale * q k^T) v, in one kernel (FlashAttention, arXiv:2205.14135).
+
+    Query head h attends with KV head ``h // (heads_q / heads_kv)``. Queries are aligned bottom-right: with ``causal``,
+    query i sees keys j <= i + seqlen_k - seqlen_q. A query that sees no key gives exactly 0, and -inf in lse.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), float16 or bfloat16, on a Hopper GPU. Any strides; a copy is made only
+            where TMA cannot address them (``explain`` says so). head_dim is a multiple of 8 up to 256.
+        k: (batch, seqlen_k, heads_kv, head_dim); heads_kv divides heads_q.
+        v: (batch, seqlen_k, heads_kv, head_dim_v); head_dim_v is a multiple of 8 up to 256.
+        softmax_scale: any finite number; default 1 / sqrt(head_dim).
+        causal: mask keys after the query's own position.
+        window_size: (left, right) keys around the query's own position, inclusive; None or -1 is no limit. Only the
+            unlimited window and (None, 0), which is causal, are supported yet.
+        softcap: not supported yet.
+        learnable_sink: not supported yet.
+        score_mod: not supported yet.
+        score_mod_bwd: not supported yet.
+        mask_mod: not supported yet.
+        aux_tensors: not supported yet.
+        block_mask: not supported yet.
+        alibi_slopes: not supported yet.
+        dropout_p: not supported yet.
+        deterministic: the forward is bitwise repeatable whatever this says; it governs gradients.
+        num_splits: parts that the keys of one query are split into; only 1 is supported yet, and 0 chooses it.
+        pack_gqa: whether query heads that share a KV head share tiles; None chooses by the number of tiles.
+        q_descale: not supported yet.
+        k_descale: not supported yet.
+        v_descale: not supported yet.
+        out: buffer (batch, seqlen_q, heads_q, head_dim_v) to write into; not differentiable.
+        return_lse: also return the log-sum-exp of the scaled scores.
+
+    Returns:
+        out, (batch, seqlen_q, heads_q, head_dim_v) in q's dtype; with ``return_lse`` the pair (out, lse), lse
+        (batch, heads_q, seqlen_q) in float32, natural logarithm.
+
+    Raises:
+        TypeError: not a tensor, or an unsupported dtype.
+        ValueError: sizes or devices that do not fit; the message says what is allowed.
+        NotImplementedError: a keyword or GPU that is not supported yet; the message names it.
+    """
+    causal = _window_causal(causal, window_size)
+    _refuse_unbuilt(
+        softcap=softcap,
+        learnable_sink=learnable_sink,
+        score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
+        block_mask=block_mask,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        num_splits=num_splits,
+    )
+    check_tensors(q, k, v)
+    if not q.is_cuda:
+        raise ValueError(
+            f"q, k and v must be on a CUDA device, got {q.device}; flash4.reference runs anywhere"
+        )
+    scale = default_scale(q) if softmax_scale is None else float(softmax_scale)
+    if out is None:
+        out, lse = ops.forward(q, k, v, scale, causal, pack_gqa)
+    else:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            raise ValueError("out= is not differentiable; call it under torch.no_grad()")
+        _check_out(out, q, v)
+        lse = ops.run_forward(q, k, v, out, scale, causal, pack_gqa)
+    return (out, lse) if return_lse else out
+
+
+def explain(q, k, v, *, arch=None, **keywords) -> Plan:
+    """Say how a call would run: kernel, configuration, reasons, and what is copied. Launches and compiles nothing.
+
+    Args:
+        q: as in ``flash_attn_func``; tensors on the CPU or the meta device will do.
+        k: as in ``flash_attn_func``.
+        v: as in ``flash_attn_func``.
+        arch: target such as "sm_90a"; default the GPU of q, and "sm_90a" for tensors that are on none.
+        keywords: as in ``flash_attn_func``.
+
+    Returns:
+        The plan; ``print`` it.
+
+    Raises:
+        TypeError: a keyword that ``flash_attn_func`` does not have.
+        ValueError: as in ``flash_attn_func``, or an empty problem, which needs no kernel.
+        NotImplementedError: as in ``flash_attn_func``.
+    """
+    bound = inspect.signature(flash_attn_func).bind(q, k, v, **keywords)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    _refuse_unbuilt(**{name: arguments[name] for name in _NEUTRAL})
+    if q.is_cuda and arch is None:
+        arch, workers = ops.device_facts(q.device.index)
+    else:
+        arch, workers = arch or "sm_90a", MULTIPROCESSORS
+    scale = arguments["softmax_scale"]
+    return ops.plan_call(
+        q,
+        k,
+        v,
+        arch,
+        workers,
+        softmax_scale=default_scale(q) if scale is None else float(scale),
+        causal=_window_causal(arguments["causal"], arguments["window_size"]),
+        pack_gqa=arguments["pack_gqa"],
+    )

@@ -1,0 +1,1 @@
+"""Compilation of kernels without data or a GPU, and caches of what was compiled."""

@@ -1,0 +1,205 @@
+"""Memory and disk cache of compiled kernels.
+
+A key is (kernel, config, architecture) plus a fingerprint of everything else that changes the code: the sources of
+flash4 and the versions of DSL, tvm-ffi and Python. Configs are plain data, so equal keys mean equal code.
+
+On disk an entry is a shared library with a trailer (its SHA-256 and a magic word); what does not check is a miss, so a
+file cut short by a crash is never loaded. Processes compile under a lock of the key, write to a temporary file and
+rename it. A folder that cannot be used (unwritable, full, owned by someone else) is warned about once, and the
+process goes on with its memory cache.
+"""
+
+import contextlib
+import functools
+import hashlib
+import os
+import platform
+import sys
+import tempfile
+import threading
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from flash4.jit import compile as jit_compile
+
+CACHE_DIR_VARIABLE = "FLASH4_CACHE_DIR"
+_MAGIC = b"flash4-1"
+_TRAILER = hashlib.sha256().digest_size + len(_MAGIC)
+
+
+class KernelCache:
+    """Compiled kernels by key.
+
+    Attributes:
+        compiles: kernels compiled by this process, for tests and monitors.
+        loads: kernels loaded from disk by this process.
+    """
+
+    def __init__(self):
+        self.compiles = 0
+        self.loads = 0
+        self._launchers = {}
+        self._locks = {}
+        self._guard = threading.Lock()
+        self._warned = False
+
+    def get(self, kernel: str, config, arch: str):
+        """Return the launch function of a kernel, compiling it if no cache has it.
+
+        Args:
+            kernel: ``"module:class"``.
+            config: frozen config.
+            arch: target such as ``"sm_90a"``.
+        """
+        key = (kernel, config, arch)
+        launcher = self._launchers.get(key)
+        if launcher is not None:
+            return launcher
+        with self._guard:
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            if key not in self._launchers:
+                self._launchers[key] = self._load_or_compile(key)
+            return self._launchers[key]
+
+    def contains(self, kernel: str, config, arch: str) -> bool:
+        """Whether this process has the kernel in memory."""
+        return (kernel, config, arch) in self._launchers
+
+    def clear_memory(self):
+        """Forget what this process loaded or compiled; the disk keeps it."""
+        self._launchers.clear()
+
+    def _load_or_compile(self, key):
+        folder = self._folder()
+        if folder is None:
+            return self._compile(key)
+        path = folder / f"{entry_name(*key)}.so"
+        launcher = self._load(path)
+        if launcher is not None:
+            return launcher
+        try:
+            with _file_lock(path.with_suffix(".lock")):
+                launcher = self._load(path)  # another process may have compiled it meanwhile
+                return launcher if launcher is not None else self._compile_to(path, key)
+        except OSError as error:
+            self._warn(folder, error)
+            return self._compile(key)
+
+    def _load(self, path: Path):
+        if not is_intact(path):
+            return None
+        try:
+            launcher = jit_compile.load_library(path)
+        except Exception:  # a library of another machine, say: as good as no entry
+            return None
+        self.loads += 1
+        return launcher
+
+    def _compile(self, key):
+        compiled = jit_compile.compile_kernel(*key)
+        self.compiles += 1
+        return compiled
+
+    def _compile_to(self, path: Path, key):
+        compiled = self._compile(key)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        os.close(handle)
+        try:
+            if jit_compile.link(compiled, Path(temporary)):
+                seal(Path(temporary))
+                os.replace(temporary, path)
+        except OSError as error:
+            self._warn(path.parent, error)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+        return compiled
+
+    def _folder(self) -> Path | None:
+        """Folder of this user's entries, created with mode 0700; None where it cannot be trusted or used."""
+        folder = cache_dir()
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if folder.stat().st_uid != os.getuid():
+                raise PermissionError(f"{folder} belongs to another user")
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(f"{folder} is not writable")
+        except OSError as error:
+            self._warn(folder, error)
+            return None
+        return folder
+
+    def _warn(self, folder: Path, error: OSError):
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"flash4 keeps compiled kernels in memory only: cannot use {folder} ({error}); "
+                f"set {CACHE_DIR_VARIABLE} to a folder of your own",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def cache_dir() -> Path:
+    """Folder of the disk cache: ``$FLASH4_CACHE_DIR``, or ``flash4`` in the user's cache folder."""
+    explicit = os.environ.get(CACHE_DIR_VARIABLE)
+    if explicit:
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "flash4"
+
+
+@functools.cache
+def fingerprint() -> str:
+    """Hash of what changes generated code besides the key: our sources, and the versions that compile and load it."""
+    digest = hashlib.sha256()
+    root = Path(__file__).resolve().parent.parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for package in ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi"):
+        try:
+            digest.update(f"{package} {version(package)}\0".encode())
+        except PackageNotFoundError:
+            digest.update(f"{package} missing\0".encode())
+    # Entries carry the path of the runtime libraries, hence the prefix.
+    digest.update(f"{sys.version} {platform.machine()} {sys.prefix}".encode())
+    return digest.hexdigest()
+
+
+def entry_name(kernel: str, config, arch: str) -> str:
+    """File name of an entry, without suffix."""
+    return hashlib.sha256(f"{fingerprint()} {kernel} {config!r} {arch}".encode()).hexdigest()
+
+
+def seal(path: Path):
+    """Append the trailer that ``is_intact`` checks; loaders of shared libraries ignore it."""
+    data = path.read_bytes()
+    with path.open("ab") as file:
+        file.write(hashlib.sha256(data).digest() + _MAGIC)
+
+
+def is_intact(path: Path) -> bool:
+    """Whether the file is a complete entry owned by this user."""
+    try:
+        if path.stat().st_uid != os.getuid():
+            return False
+        data = path.read_bytes()
+    except OSError:
+        return False
+    body, trailer = data[:-_TRAILER], data[-_TRAILER:]
+    return trailer == hashlib.sha256(body).digest() + _MAGIC
+
+
+@contextlib.contextmanager
+def _file_lock(path: Path):
+    """Exclusive lock between processes; the system drops it when its holder dies."""
+    import fcntl
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+CACHE = KernelCache()

@@ -1,0 +1,103 @@
+"""Compile kernels with fake tensors, and turn them into loadable shared libraries.
+
+The DSL is imported here and in the kernels only, and only when something must be compiled: a process that finds its
+kernels in the disk cache never imports it.
+"""
+
+import contextlib
+import importlib
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+ENTRY = "flash4_launch"  # exported function of every compiled kernel
+
+
+def load_kernel(kernel: str, config):
+    """Instantiate a kernel class.
+
+    Args:
+        kernel: ``"module:class"``.
+        config: the frozen config that the class takes.
+    """
+    module, name = kernel.split(":")
+    return getattr(importlib.import_module(module), name)(config)
+
+
+@contextlib.contextmanager
+def _one_architecture(arch: str):
+    """Set the DSL's target; it asks the driver for the GPU when the variable is missing."""
+    before = os.environ.get("CUTE_DSL_ARCH")
+    os.environ["CUTE_DSL_ARCH"] = arch
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["CUTE_DSL_ARCH"]
+        else:
+            os.environ["CUTE_DSL_ARCH"] = before
+
+
+def compile_kernel(kernel: str, config, arch: str, dump_dir: str | None = None):
+    """Compile one kernel; works without a GPU.
+
+    Args:
+        kernel: ``"module:class"``; the class takes the config and offers ``fake_arguments()``.
+        config: frozen config.
+        arch: target such as ``"sm_90a"``.
+        dump_dir: if given, PTX and cubin are kept there. Their names do not tell configs apart: one folder each.
+
+    Returns:
+        The DSL's compiled function.
+
+    Raises:
+        RuntimeError: the DSL could not compile it; the message names kernel, config and versions.
+    """
+    with _one_architecture(arch):
+        import cutlass.cute as cute
+
+        options = "--enable-tvm-ffi"
+        if dump_dir is not None:
+            options += f" --keep-ptx --keep-cubin --dump-dir {dump_dir}"
+        instance = load_kernel(kernel, config)
+        try:
+            return cute.compile(instance, *instance.fake_arguments(), options=options)
+        except Exception as error:
+            from importlib.metadata import version
+
+            raise RuntimeError(
+                f"flash4 could not compile {kernel} for {arch} with {config} "
+                f"(nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')})"
+            ) from error
+
+
+def link(compiled, target: Path) -> bool:
+    """Export a compiled kernel and link it into a shared library that loads without the DSL.
+
+    Args:
+        compiled: result of ``compile_kernel``.
+        target: path of the library.
+
+    Returns:
+        Whether that worked; without a C compiler on the machine it does not.
+    """
+    import cutlass.cute as cute
+
+    libraries = cute.runtime.find_runtime_libraries(enable_tvm_ffi=True)
+    with tempfile.TemporaryDirectory() as folder:
+        obj = Path(folder) / "kernel.o"
+        compiled.export_to_c(str(obj), function_name=ENTRY)
+        rpaths = {f"-Wl,-rpath,{Path(library).parent}" for library in libraries}
+        command = ["cc", "-shared", "-o", str(target), str(obj), *libraries, *sorted(rpaths)]
+        try:
+            return subprocess.run(command, capture_output=True, check=False).returncode == 0
+        except OSError:
+            return False
+
+
+def load_library(path: Path):
+    """Load a linked kernel; returns its launch function. Imports ``tvm_ffi``, not the DSL."""
+    import tvm_ffi
+
+    return tvm_ffi.load_module(str(path))[ENTRY]

@@ -1,0 +1,159 @@
+"""The facts of one attention call, and the checks that every call must pass before anything is launched."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIM_STEP = 8  # 16 bytes: the granularity of TMA and of cp.async
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """Hashable facts of one dense attention call.
+
+    Attributes:
+        dtype: element type of q, k, v and out.
+        batch: batch entries.
+        seqlen_q: queries per batch entry.
+        seqlen_k: keys per batch entry.
+        heads_q: query heads.
+        heads_kv: key and value heads; divides ``heads_q``.
+        head_dim: of q and k.
+        head_dim_v: of v and out.
+        causal: bottom-right causal mask.
+        negative_scale: the softmax scale is below zero.
+        pack_gqa: the caller's choice whether query heads that share a KV head share tiles; None leaves it to flash4.
+    """
+
+    dtype: torch.dtype
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool = False
+    negative_scale: bool = False
+    pack_gqa: bool | None = None
+
+    @property
+    def gqa_ratio(self) -> int:
+        """Query heads per KV head."""
+        return self.heads_q // self.heads_kv
+
+    @property
+    def is_empty(self) -> bool:
+        """No query or no key: the result needs no kernel."""
+        return 0 in (self.batch, self.seqlen_q, self.seqlen_k, self.heads_q)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the forward, halved for causal."""
+        pairs = self.batch * self.heads_q * self.seqlen_q * self.seqlen_k
+        return 2 * pairs * (self.head_dim + self.head_dim_v) // (2 if self.causal else 1)
+
+    @classmethod
+    def from_tensors(
+        cls, q, k, v, *, softmax_scale: float, causal: bool, pack_gqa: bool | None = None
+    ):
+        """Check q, k and v of a dense call and return its facts.
+
+        Args:
+            q: (batch, seqlen_q, heads_q, head_dim), float16 or bfloat16.
+            k: (batch, seqlen_k, heads_kv, head_dim).
+            v: (batch, seqlen_k, heads_kv, head_dim_v).
+            softmax_scale: finite.
+            causal: bottom-right causal mask.
+            pack_gqa: see the class.
+
+        Raises:
+            TypeError: not tensors, or a dtype that is not supported.
+            ValueError: ranks, sizes, devices or the scale do not fit; the message says what is allowed.
+        """
+        check_tensors(q, k, v)
+        check_sizes(q, k, v)
+        if not math.isfinite(softmax_scale):
+            raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
+        return cls(
+            dtype=q.dtype,
+            batch=q.shape[0],
+            seqlen_q=q.shape[1],
+            seqlen_k=k.shape[1],
+            heads_q=q.shape[2],
+            heads_kv=k.shape[2],
+            head_dim=q.shape[3],
+            head_dim_v=v.shape[3],
+            causal=causal,
+            negative_scale=softmax_scale < 0,
+            pack_gqa=pack_gqa,
+        )
+
+
+def check_tensors(q, k, v):
+    """Check types, ranks, dtypes and devices of q, k and v.
+
+    Raises:
+        TypeError: not a tensor, or a dtype other than float16 and bfloat16, or mixed dtypes.
+        ValueError: not 4-dimensional, or on different devices.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.ndim != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), got shape {tuple(x.shape)}"
+            )
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} is {x.dtype}; supported are torch.float16 and torch.bfloat16")
+        if x.dtype != q.dtype:
+            raise TypeError(f"q, k and v must have one dtype, got q {q.dtype} and {name} {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(
+                f"q, k and v must be on one device, got q on {q.device} and {name} on {x.device}"
+            )
+
+
+def check_sizes(q, k, v):
+    """Check that the sizes of q, k and v fit together and are supported.
+
+    Raises:
+        ValueError: with the sizes, the limit and the nearest supported choice.
+    """
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"k and v must agree in batch, seqlen and heads, got k {tuple(k.shape)} and v {tuple(v.shape)}"
+        )
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"q and k must agree in batch, got {q.shape[0]} and {k.shape[0]}")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must agree in head_dim, got {q.shape[3]} and {k.shape[3]}")
+    heads_q, heads_kv = q.shape[2], k.shape[2]
+    if (heads_kv == 0 and heads_q != 0) or (heads_kv != 0 and heads_q % heads_kv):
+        raise ValueError(
+            f"query heads must be a multiple of KV heads, got {heads_q} query heads and {heads_kv} KV heads"
+        )
+    check_head_dim("head_dim of q and k", q.shape[3])
+    check_head_dim("head_dim of v", v.shape[3])
+
+
+def check_head_dim(name: str, head_dim: int):
+    """Check one head dim.
+
+    Raises:
+        ValueError: not a multiple of 8 from 8 to 256.
+    """
+    if 0 < head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_STEP == 0:
+        return
+    above = -(-head_dim // HEAD_DIM_STEP) * HEAD_DIM_STEP
+    hint = (
+        f"; pad it with zeros to {above} and keep softmax_scale"
+        if 0 < above <= MAX_HEAD_DIM
+        else ""
+    )
+    raise ValueError(
+        f"{name} is {head_dim}; supported are multiples of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}{hint}"
+    )

@@ -1,0 +1,267 @@
+"""Forward attention for Hopper: host code, launch and wiring of the roles.
+
+    load --[q x1 tma->warps]--> mma
+    load --[k x2 tma->warps]--> mma
+    load --[v x2 tma->warps]--> mma
+
+Steady state, per KV block (counted down from the last):
+
+    load  k.acquire -> TMA K(i) -> v.acquire -> TMA V(i+1)
+    mma   k.wait -> issue S(i) = Q K^T -> v.wait -> issue O += P(i+1) V -> S there, k.release -> softmax(i)
+          -> O there, v.release -> P(i) to 16 bit -> rescale O
+
+Config and graph are in ``fwd_config``, the schedule in ``fwd_roles``, its verbs in ``fwd_ops``.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from flash4.common.graph import WARPGROUP
+from flash4.common.numerics import LOG2E, opaque
+from flash4.common.tiles import Grid, TileSchedule
+from flash4.sm90.fwd_config import MMA_ROWS, SMEM_ALIGN, ForwardConfig
+from flash4.sm90.fwd_ops import LoadOps, MmaOps, Operand, Turn, element, make_row_state
+from flash4.sm90.fwd_roles import ForwardRoles
+
+
+def packed_view(x, heads_kv):
+    """View (B, S, H, D) as ((H / heads_kv, S), D, heads_kv, B): the row mode that a tile of packed heads cuts."""
+    batch, seqlen, heads, head_dim = x.shape
+    s_batch, s_seqlen, s_head, s_dim = x.stride
+    ratio = heads // heads_kv
+    layout = cute.make_layout(
+        ((ratio, seqlen), head_dim, heads_kv, batch),
+        stride=((s_head, s_seqlen), s_dim, s_head * ratio, s_batch),
+    )
+    return cute.make_tensor(x.iterator, layout)
+
+
+def permuted_view(x, order):
+    """View with the modes of x in another order."""
+    return cute.make_tensor(x.iterator, cute.select(x.layout, mode=order))
+
+
+class ForwardSm90:
+    """One Hopper forward kernel; see the module docstring for its pipeline."""
+
+    def __init__(self, config: ForwardConfig):
+        self.config = config
+        self.graph = config.graph
+        self.roles = ForwardRoles()
+
+    def fake_arguments(self):
+        """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
+
+        def sym(divisibility):
+            return cute.sym_int64(divisibility=divisibility)
+
+        batch, heads, heads_kv = cute.sym_int(), cute.sym_int(), cute.sym_int()
+        seqlen_q, seqlen_k = cute.sym_int(), cute.sym_int()
+        head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
+
+        def tensor(*shape):
+            strides = (sym(8), sym(8), sym(8), 1)  # TMA: multiples of 16 bytes
+            return cute.runtime.make_fake_tensor(
+                element(self.config), shape, stride=strides, assumed_align=16
+            )
+
+        lse = cute.runtime.make_fake_tensor(
+            Float32, (batch, heads, seqlen_q), stride=(sym(1), sym(1), 1), assumed_align=4
+        )
+        tensors = (
+            tensor(batch, seqlen_q, heads, head_dim),
+            tensor(batch, seqlen_k, heads_kv, head_dim),
+            tensor(batch, seqlen_k, heads_kv, head_dim_v),
+            tensor(batch, seqlen_q, heads, head_dim_v),
+            lse,
+        )
+        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        return (tensors, Float32(1.0), Int32(1), Int32(1), stream)
+
+    @cute.jit
+    def __call__(
+        self,
+        tensors,  # q (B, Sq, H, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv), o (B, Sq, H, Dv), lse (B, H, Sq) float32
+        scale: Float32,
+        section: Int32,
+        workers: Int32,
+        stream,
+    ):
+        """Build layouts and TMA descriptors, and launch."""
+        c = self.config
+        q, k, v, o, lse = tensors
+        heads_kv = k.shape[2]
+        mma_qk, mma_pv = self._tiled_mmas()
+        layouts = self._smem_layouts()
+        load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+
+        def operand(op, tensor, layout, tiler):
+            atom, coords = cpasync.make_tiled_tma_atom(
+                op, tensor, cute.slice_(layout, (None, None, 0)), tiler
+            )
+            return Operand(atom, coords)
+
+        q_rows, o_rows = (c.pack, c.tile_q), (c.pack, MMA_ROWS // c.pack)
+        operands = (
+            operand(load, packed_view(q, heads_kv), layouts[0], (q_rows, c.tile_d)),
+            operand(load, permuted_view(k, [1, 3, 2, 0]), layouts[1], (c.tile_n, c.tile_d)),
+            operand(load, permuted_view(v, [3, 1, 2, 0]), layouts[2], (c.tile_dv, c.tile_n)),
+            operand(save, packed_view(o, heads_kv), layouts[3], (o_rows, c.tile_dv)),
+        )
+        grid = Grid(
+            m_blocks=cute.ceil_div(q.shape[1], c.tile_q),
+            groups=cute.ceil_div(q.shape[2] // heads_kv, c.pack),
+            heads_kv=heads_kv,
+            batch=q.shape[0],
+        )
+        self.kernel(
+            (mma_qk, mma_pv), operands, lse, scale * LOG2E, grid, section, (q.shape[1], k.shape[1])
+        ).launch(
+            grid=(cutlass.min(grid.total, workers), 1, 1),
+            block=(self.graph.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def _tiled_mmas(self):
+        """Tiled MMAs of S = Q K^T and O += P V; each warpgroup owns 64 rows."""
+        c, dtype = self.config, element(self.config)
+        groups = (c.mma_warpgroups, 1, 1)
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        mma_qk = hopper.make_trivial_tiled_mma(
+            dtype, dtype, k_major, k_major, Float32, groups, (MMA_ROWS, c.tile_n)
+        )
+        mma_pv = hopper.make_trivial_tiled_mma(
+            dtype,
+            dtype,
+            k_major,
+            mn_major,
+            Float32,
+            groups,
+            (MMA_ROWS, c.tile_dv),
+            warpgroup.OperandSource.RMEM,
+        )
+        return mma_qk, mma_pv
+
+    def _smem_layouts(self):
+        """Swizzled layouts of Q (tile_m, tile_d, 1), K (tile_n, tile_d, stages), V (tile_dv, tile_n, stages), O."""
+        c, dtype = self.config, element(self.config)
+        row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        return (
+            hopper.make_smem_layout_a(row, (c.tile_m, c.tile_n, c.tile_d), dtype, 1),
+            hopper.make_smem_layout_b(row, (c.tile_m, c.tile_n, c.tile_d), dtype, c.stages),
+            hopper.make_smem_layout_b(column, (c.tile_m, c.tile_dv, c.tile_n), dtype, c.stages),
+            hopper.make_smem_layout_epi(dtype, row, (MMA_ROWS, c.tile_dv), c.mma_warpgroups),
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mmas: tuple,
+        operands: tuple,
+        lse: cute.Tensor,
+        scale_log2: Float32,
+        grid: Grid,
+        section: Int32,
+        seqlens: tuple,
+    ):
+        """Allocate, open the rings, and send every warp to its role."""
+        c = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        worker, _, _ = cute.arch.block_idx()
+        workers, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        if warp == 0:
+            for operand in operands:
+                cpasync.prefetch_descriptor(operand.atom)
+        smem = SmemAllocator()
+        sQ, sK, sV, sO = self._allocate(smem)
+        # Opaque: ptxas would read the lane id anew for every release in the loop.
+        lane = opaque(thread)
+        q_producer, q_consumer = self._open_ring(smem, "q", lane)
+        k_producer, k_consumer = self._open_ring(smem, "k", lane)
+        v_producer, v_consumer = self._open_ring(smem, "v", lane)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        tiles = TileSchedule(c.blocks, grid, section, worker, workers, *seqlens)
+        load, mma = self.graph.role("load"), self.graph.role("mma")
+        if group == 0:
+            cute.arch.setmaxregister_decrease(load.registers)
+            if warp == 0:
+                ops = LoadOps(c, *operands[:3], sQ, sK, sV)
+                self.roles.load(ops, tiles, q_producer, k_producer, v_producer)
+        else:
+            cute.arch.setmaxregister_increase(mma.registers)
+            mine = group - mma.warpgroups.start
+            smem_tensors = (sQ, sK, sV, sO[None, None, mine])
+            ops = self._mma_ops(
+                mmas, smem_tensors, operands[3], lse, tiles, scale_log2, (thread % WARPGROUP, mine)
+            )
+            turn = Turn(mine, c.mma_warpgroups, c.turns and c.mma_warpgroups > 1)
+            self.roles.mma(ops, tiles, q_consumer, k_consumer, v_consumer, turn)
+
+    def _allocate(self, smem):
+        """Shared-memory tensors of Q, K, V and O, by the graph's map."""
+        dtype, tensors, pointers = element(self.config), [], {}
+        sizes = {b.name: b.nbytes for b in self.graph.buffers}
+        for buffer, layout in zip(self.graph.buffers, self._smem_layouts(), strict=True):
+            if buffer.borrows is None:
+                lenders = [b.nbytes for b in self.graph.buffers if b.borrows == buffer.name]
+                nbytes = max([sizes[buffer.name], *lenders])
+                pointers[buffer.name] = smem.allocate(nbytes, byte_alignment=SMEM_ALIGN)
+            pointer = pointers[buffer.borrows or buffer.name]
+            pointer = cute.recast_ptr(pointer, swizzle_=layout.inner, dtype=dtype)
+            tensors.append(cute.make_tensor(pointer, layout.outer))
+        return tensors
+
+    def _open_ring(self, smem, name, lane):
+        """Barriers and the producer and consumer ends of the graph's ring ``name``."""
+        ring = self.graph.ring(name)
+        return pipeline.PipelineTmaAsync.create(
+            barrier_storage=smem.allocate_array(cutlass.Int64, 2 * ring.stages),
+            num_stages=ring.stages,
+            producer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, ring.producer.active_warps
+            ),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, ring.consumer_arrivals),
+            tx_count=ring.stage_bytes,
+            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            tidx=lane,
+            defer_sync=True,
+        ).make_participants()
+
+    def _mma_ops(self, mmas, smem_tensors, o, lse, tiles, scale_log2, place):
+        """Partition the operands for one warpgroup; allocate its accumulators and row state."""
+        c = self.config
+        mma_qk, mma_pv = mmas
+        sQ, sK, sV, sO = smem_tensors
+        thread, warpgroup_index = place
+        thr_qk = mma_qk.get_slice(warpgroup_index * WARPGROUP)
+        thr_pv = mma_pv.get_slice(warpgroup_index * WARPGROUP)
+        return MmaOps(
+            config=c,
+            mma_qk=mma_qk,
+            mma_pv=mma_pv,
+            tSrQ=mma_qk.make_fragment_A(thr_qk.partition_A(sQ)),
+            tSrK=mma_qk.make_fragment_B(thr_qk.partition_B(sK)),
+            tOrV=mma_pv.make_fragment_B(thr_pv.partition_B(sV)),
+            tOrO=cute.make_rmem_tensor(((2, 2, c.tile_dv // 8), 1, 1), Float32),
+            tOrP=cute.make_rmem_tensor(((2, 2, 2), 1, c.tile_n // 16), element(c)),
+            state=make_row_state(),
+            tiles=tiles,
+            scale_log2=scale_log2,
+            inv_scale_log2=cute.arch.rcp_approx(scale_log2),
+            thread=thread,
+            warpgroup=warpgroup_index,
+            o=o,
+            sO=sO,
+            mLSE=lse,
+        )

@@ -1,0 +1,203 @@
+"""Configuration and pipeline graph of the Hopper forward: every compile-time fact, DSL-free."""
+
+from dataclasses import dataclass
+
+from flash4.common.geometry import KvBlocks
+from flash4.common.graph import Buffer, PipelineGraph, Ring, Role
+
+SMEM_LIMIT = 232_448  # bytes of shared memory that one sm_90 CTA can have (227 KiB)
+SMEM_ALIGN = 1_024  # the 128-byte swizzle repeats every 1,024 bytes
+ELEMENT_BYTES = 2
+MMA_ROWS = 64  # rows of one warpgroup's WGMMA
+HEAD_DIM_STEP = 32  # head dims are padded in shared memory to a multiple of this
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """Compile-time facts of one Hopper forward kernel; ints and bools only, and it is the cache key.
+
+    Attributes:
+        bf16: bfloat16 inputs and output; float16 otherwise.
+        tile_d: head dim of Q and K, padded (the run-time head dim may be smaller: TMA fills with zeros).
+        tile_dv: head dim of V and O, padded.
+        tile_m: rows per tile, 64 for each MMA warpgroup.
+        tile_n: keys per block.
+        causal: bottom-right causal mask.
+        pack: query heads that share a tile's rows; a power of two, at most 64. Row ``r`` of a tile holds query
+            ``r // pack`` of head ``r % pack`` of its group.
+        negate: the softmax scale is negative: scores are negated before the maximum.
+        stages: slots of the K ring and of the V ring.
+        turns: warpgroups take turns at issuing MMAs.
+        lazy: rescale O only when a row's maximum grows by more than 8 (in log2 units), else keep the old shift.
+        settle: exponentials (of 64) that must be computed before the wait for P V; steers ptxas.
+    """
+
+    bf16: bool
+    tile_d: int
+    tile_dv: int
+    tile_m: int
+    tile_n: int
+    causal: bool
+    pack: int = 1
+    negate: bool = False
+    stages: int = 2
+    turns: bool = True
+    lazy: bool = True
+    settle: int = 12
+
+    @property
+    def mma_warpgroups(self) -> int:
+        """Warpgroups of the ``mma`` role."""
+        return self.tile_m // MMA_ROWS
+
+    @property
+    def tile_q(self) -> int:
+        """Queries per tile."""
+        return self.tile_m // self.pack
+
+    @property
+    def blocks(self) -> KvBlocks:
+        """Which KV blocks a tile visits."""
+        return KvBlocks(self.tile_q, self.tile_n, self.causal)
+
+    @property
+    def q_bytes(self) -> int:
+        """Bytes of one Q tile."""
+        return self.tile_m * self.tile_d * ELEMENT_BYTES
+
+    @property
+    def k_bytes(self) -> int:
+        """Bytes of one K block."""
+        return self.tile_n * self.tile_d * ELEMENT_BYTES
+
+    @property
+    def v_bytes(self) -> int:
+        """Bytes of one V block."""
+        return self.tile_n * self.tile_dv * ELEMENT_BYTES
+
+    @property
+    def o_bytes(self) -> int:
+        """Bytes of one O tile."""
+        return self.tile_m * self.tile_dv * ELEMENT_BYTES
+
+    @property
+    def o_borrows_q(self) -> bool:
+        """O is staged for its store in the memory of Q, where there is no room for both."""
+        own = self.q_bytes + self.o_bytes + self.stages * (self.k_bytes + self.v_bytes)
+        return own + SMEM_ALIGN > SMEM_LIMIT
+
+    @property
+    def fits(self) -> bool:
+        """Whether one CTA's shared memory holds the kernel."""
+        return self.graph.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT
+
+    @property
+    def graph(self) -> PipelineGraph:
+        """Roles, rings and shared memory.
+
+        load --[q x1 tma->warps]--> mma
+        load --[k x2 tma->warps]--> mma
+        load --[v x2 tma->warps]--> mma
+        """
+        groups = self.mma_warpgroups
+        mma_regs, load_regs = {1: (256, 56), 2: (240, 24), 3: (160, 32), 4: (112, 24)}[groups]
+        load = Role("load", range(0, 1), 1, load_regs)
+        mma = Role("mma", range(1, 1 + groups), 4 * groups, mma_regs)
+        return PipelineGraph(
+            roles=(load, mma),
+            rings=(
+                Ring("q", load, mma, 1, self.q_bytes),
+                Ring("k", load, mma, self.stages, self.k_bytes),
+                Ring("v", load, mma, self.stages, self.v_bytes),
+            ),
+            buffers=(
+                Buffer("q", self.q_bytes),
+                Buffer("k", self.stages * self.k_bytes),
+                Buffer("v", self.stages * self.v_bytes),
+                Buffer("o", self.o_bytes, borrows="q" if self.o_borrows_q else None),
+            ),
+        )
+
+
+def can_implement(problem) -> str | None:
+    """Why this kernel cannot run a problem, or None if it can."""
+    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if size > MAX_HEAD_DIM:
+            return f"{name} {size} exceeds {MAX_HEAD_DIM}: a tile's accumulators would not fit the registers"
+    return None
+
+
+def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
+    """Configuration for a problem that ``can_implement`` accepts, and the reasons for it."""
+    import torch
+
+    tile_d, tile_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
+    tile_m, tile_n, settle, why = choose_tile(tile_d, tile_dv, problem)
+    pack, why_pack = choose_pack(problem, tile_m)
+    config = ForwardConfig(
+        bf16=problem.dtype == torch.bfloat16,
+        tile_d=tile_d,
+        tile_dv=tile_dv,
+        tile_m=tile_m,
+        tile_n=tile_n,
+        causal=problem.causal,
+        pack=pack,
+        negate=problem.negative_scale,
+        settle=settle,
+    )
+    return config, (why, why_pack)
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Head dim of the tile: at least 64, then in steps that keep the number of kernels small."""
+    return max(64, -(-head_dim // HEAD_DIM_STEP) * HEAD_DIM_STEP)
+
+
+def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[int, int, int, str]:
+    """Return (tile_m, tile_n, settle, reason).
+
+    S and P of a block and O of a tile share a thread's registers, hence fewer keys per block for a wider V.
+    """
+    if max(tile_d, tile_dv) == 64:
+        if problem.causal or problem.seqlen_q <= 4096:
+            return (
+                256,
+                64,
+                4,
+                "head dims up to 64: four warpgroups, small blocks for short or causal sequences",
+            )
+        return 192, 128, 4, "head dims up to 64: three warpgroups, long blocks for long sequences"
+    tile_m = 128
+    by_registers = {64: 128, 96: 128, 128: 128, 160: 112, 192: 112, 224: 80, 256: 64}[tile_dv]
+    tile_n = by_registers
+    while not ForwardConfig(True, tile_d, tile_dv, tile_m, tile_n, False).fits:
+        tile_n -= 16
+    limit = "registers" if tile_n == by_registers else "shared memory"
+    return (
+        tile_m,
+        tile_n,
+        12,
+        f"{tile_n} keys per block: what {limit} hold beside head dims {tile_d}/{tile_dv}",
+    )
+
+
+def choose_pack(problem, tile_m: int) -> tuple[int, str]:
+    """Query heads per tile: the power of two that needs the fewest tiles, and the reason."""
+    ratio = problem.gqa_ratio
+    if ratio == 1:
+        return 1, "one query head per KV head: nothing to pack"
+    if problem.pack_gqa is False:
+        return 1, "the caller wants heads unpacked"
+    candidates = [p for p in (1, 2, 4, 8, 16, 32, 64) if p < 2 * ratio]
+    if problem.pack_gqa:
+        candidates = candidates[1:]
+
+    def tiles(pack):
+        return -(-ratio // pack) * -(-problem.seqlen_q * pack // tile_m)
+
+    pack = min(candidates, key=lambda p: (tiles(p), p))
+    return (
+        pack,
+        f"{pack} of {ratio} query heads per tile: {tiles(pack)} tiles per KV head, {tiles(1)} unpacked",
+    )

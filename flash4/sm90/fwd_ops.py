@@ -1,0 +1,450 @@
+"""Verbs of the Hopper forward's schedule, in CuTe: TMA loads, WGMMA, online softmax, store.
+
+Partition names: ``tSrQ`` is "partitioned for S, registers (descriptors), Q". Accumulators of one warpgroup are
+``((2, 2, N / 8), 1, 1)``: pairs of columns, rows r and r + 8, groups of eight columns.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+
+from flash4.common import numerics
+from flash4.common.numerics import LN2, RESCALE_THRESHOLD_LOG2
+from flash4.sm90.fwd_config import MMA_ROWS, ForwardConfig
+
+# Named barriers; 0 is __syncthreads.
+BARRIER_TURN = 1  # one per MMA warpgroup: 1..4
+BARRIER_STORE = 5  # one per MMA warpgroup: 5..8
+BARRIER_Q_READ = 9  # all MMA warpgroups have read Q
+
+
+def element(config):
+    """16-bit element type of a config."""
+    return BFloat16 if config.bf16 else Float16
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A global tensor behind a TMA descriptor: the copy atom and the tensor of its coordinates."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A run of KV blocks, counted from the last block, with or without a mask."""
+
+    begin: Int32
+    end: Int32
+    masked: bool
+
+
+@dataclass(frozen=True)
+class Turn:
+    """MMA warpgroups take turns at issuing: warpgroup w waits on its named barrier until w - 1 passes on."""
+
+    warpgroup: Int32
+    count: int
+    enabled: bool
+
+    def open(self):
+        """Let the first warpgroup go."""
+        if self.enabled:
+            self._open()
+
+    @cute.jit
+    def _open(self):
+        if self.warpgroup == self.count - 1:
+            cute.arch.barrier_arrive(barrier_id=BARRIER_TURN, number_of_threads=256)
+
+    def wait(self):
+        """Wait for this warpgroup's turn."""
+        if self.enabled:
+            cute.arch.barrier(barrier_id=BARRIER_TURN + self.warpgroup, number_of_threads=256)
+
+    def pass_on(self):
+        """Give the turn to the next warpgroup."""
+        if self.enabled:
+            self._pass_on()
+
+    @cute.jit
+    def _pass_on(self):
+        following = self.warpgroup + 1
+        if following == self.count:
+            following = Int32(0)
+        cute.arch.barrier_arrive(barrier_id=BARRIER_TURN + following, number_of_threads=256)
+
+
+@dataclass(frozen=True)
+class LoadOps:
+    """Verbs of the ``load`` role."""
+
+    config: ForwardConfig
+    q: Operand  # ((heads per KV head, S), D, heads_kv, B)
+    k: Operand  # (S, D, heads_kv, B)
+    v: Operand  # (Dv, S, heads_kv, B)
+    sQ: cute.Tensor  # (tile_m, tile_d, 1)
+    sK: cute.Tensor  # (tile_n, tile_d, stages)
+    sV: cute.Tensor  # (tile_dv, tile_n, stages)
+
+    def load_q(self, tile, slot):
+        """Fill a Q slot with the tile's queries; rows past the sequence become zero."""
+        c = self.config
+        tiler = ((c.pack, c.tile_q), c.tile_d)
+        gQ = cute.local_tile(
+            self.q.tensor[None, None, tile.head_kv, tile.batch],
+            tiler,
+            ((tile.group, tile.m_block), 0),
+        )
+        tma_load(self.q.atom, gQ, self.sQ, slot)
+
+    def load_k(self, tile, n_block, slot):
+        """Fill a K slot with block ``n_block``."""
+        c = self.config
+        gK = cute.local_tile(
+            self.k.tensor[None, None, tile.head_kv, tile.batch], (c.tile_n, c.tile_d), (n_block, 0)
+        )
+        tma_load(self.k.atom, gK, self.sK, slot)
+
+    def load_v(self, tile, n_block, slot):
+        """Fill a V slot with block ``n_block``."""
+        c = self.config
+        gV = cute.local_tile(
+            self.v.tensor[None, None, tile.head_kv, tile.batch], (c.tile_dv, c.tile_n), (0, n_block)
+        )
+        tma_load(self.v.atom, gV, self.sV, slot)
+
+
+def tma_load(atom, gX, sX, slot):
+    """Start the bulk copy of one tile into ``slot``; its barrier completes when the bytes have landed."""
+    tXsX, tXgX = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+    )
+    cute.copy(atom, tXgX, tXsX[None, slot.index], tma_bar_ptr=slot.barrier)
+
+
+def issue_mma(tiled_mma, acc, a, b, accumulate):
+    """Issue acc (+)= a b as one group of WGMMAs, asynchronously.
+
+    The atom is made afresh: setting ACCUMULATE rebinds its value inside the current region only.
+    """
+    warpgroup.fence()
+    atom = cute.make_mma_atom(tiled_mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+    for k in range(cute.size(a.shape[2])):
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+def rows_of(acc):
+    """View an accumulator ((2, 2, N / 8), 1, 1) as (2 rows, N / 4 columns) of this thread."""
+    columns = cute.size(acc) // 2
+    return cute.make_tensor(
+        acc.iterator, cute.make_layout((2, (2, columns // 2)), stride=(2, (1, 4)))
+    )
+
+
+def row_values(S, r):
+    """Scores of this thread's row ``r`` as a list."""
+    return [S[r, j] for j in range(cute.size(S) // 2)]
+
+
+def scale_rows(X, factors):
+    """Multiply each row of X by its factor."""
+    for r in range(2):
+        for j in range(cute.size(X) // 2):
+            X[r, j] = X[r, j] * factors[r]
+
+
+@dataclass(frozen=True)
+class RowState:
+    """Online softmax state of this thread's two rows, in registers.
+
+    P = exp2(scale_log2 * S - shift_log2); the shift is the scaled row maximum when it last moved.
+    """
+
+    shift_log2: cute.Tensor  # -inf before the first visible key
+    limit: cute.Tensor  # raw score above which the shift must move
+    total: cute.Tensor  # l: this thread's share of the row sum of P
+    correction: cute.Tensor  # factor for O since its last rescale
+
+
+def make_row_state():
+    """Allocate a row state."""
+    return RowState(*(cute.make_rmem_tensor(2, Float32) for _ in range(4)))
+
+
+def move_shift(state, r, row_max, scale_log2, inv_scale_log2):
+    """Raise the shift of row ``r`` to cover ``row_max`` (a raw score); l shrinks with it, O has to follow."""
+    old = state.shift_log2[r]
+    new = cute.arch.fmax(old, row_max * scale_log2)
+    # exp2(-inf - -inf) would be NaN: a row without a visible key keeps the factor exp2(-inf) = 0.
+    finite = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
+    state.shift_log2[r] = new
+    state.limit[r] = (new + RESCALE_THRESHOLD_LOG2) * inv_scale_log2
+    state.correction[r] = cute.math.exp2(old - finite, fastmath=True)
+    state.total[r] = state.total[r] * state.correction[r]
+
+
+def move_shifts(S, state, scale_log2, inv_scale_log2):
+    """Exact row maxima over the four threads that share a row, then ``move_shift``."""
+    for r in range(2):
+        row_max = cute.arch.warp_reduction_max(
+            numerics.max_float(row_values(S, r)), threads_in_group=4
+        )
+        move_shift(state, r, row_max, scale_log2, inv_scale_log2)
+
+
+def outgrown(S, state):
+    """Whether a score of this thread exceeds its row's limit; a negative limit always says yes.
+
+    Compares bits, with half the instructions of a float maximum; exact because the limit is not negative.
+    """
+    above = None
+    for r in range(2):
+        limit = numerics.float_bits(state.limit[r])
+        row_above = (numerics.max_bits(row_values(S, r)) > limit) | (limit < 0)
+        above = row_above if above is None else above | row_above
+    return above
+
+
+@dataclass(frozen=True)
+class MmaOps:
+    """Verbs of the ``mma`` role; every tensor is this warpgroup's or this thread's part."""
+
+    config: ForwardConfig
+    mma_qk: cute.TiledMma
+    mma_pv: cute.TiledMma
+    tSrQ: cute.Tensor  # (MMA, MMA_M, MMA_D, 1)
+    tSrK: cute.Tensor  # (MMA, MMA_N, MMA_D, stages)
+    tOrV: cute.Tensor  # (MMA, MMA_DV, MMA_N, stages)
+    tOrO: cute.Tensor  # ((2, 2, tile_dv / 8), 1, 1), float32
+    tOrP: cute.Tensor  # ((2, 2, 2), 1, tile_n / 16), 16 bit
+    state: RowState
+    tiles: object
+    scale_log2: Float32
+    inv_scale_log2: Float32
+    thread: Int32  # in the warpgroup
+    warpgroup: Int32  # among the MMA warpgroups
+    o: Operand  # ((heads per KV head, S), Dv, heads_kv, B)
+    sO: cute.Tensor  # (64, tile_dv) of this warpgroup
+    mLSE: cute.Tensor  # (B, H, S)
+
+    @property
+    def o_borrows_q(self):
+        """Whether O is staged in Q's memory."""
+        return self.config.o_borrows_q
+
+    def phases(self, tile):
+        """Blocks after the first one (which is always masked): those that need a mask, then the others."""
+        blocks, tiles = self.config.blocks, self.tiles
+        if not blocks.causal:
+            return (Phase(Int32(1), tile.n_blocks, False),)
+        unmasked = blocks.unmasked(tile.m_block, tiles.seqlen_q, tiles.seqlen_k)
+        cut = cutlass.max(tile.n_blocks - unmasked, 1)
+        return (Phase(Int32(1), cut, True), Phase(cut, tile.n_blocks, False))
+
+    def begin(self, tile):
+        """O = 0, shift = -inf, l = 0."""
+        self.tOrO.fill(0.0)
+        self.state.shift_log2.fill(-Float32.inf)
+        self.state.total.fill(0.0)
+
+    def qk(self, q_slot, k_slot):
+        """Issue S = Q K^T into a fresh accumulator.
+
+        Fresh, because a WGMMA that ignores its accumulator still reads it in the compiler's eyes: a shared one would
+        stay live around the loop.
+        """
+        S = cute.make_rmem_tensor(((2, 2, self.config.tile_n // 8), 1, 1), Float32)
+        for i in range(cute.size(S)):
+            S[i] = numerics.undefined()
+        issue_mma(
+            self.mma_qk,
+            S,
+            self.tSrQ[None, None, None, 0],
+            self.tSrK[None, None, None, k_slot.index],
+            False,
+        )
+        return S
+
+    def pv(self, v_slot):
+        """Issue O += P V."""
+        issue_mma(
+            self.mma_pv, self.tOrO, self.tOrP, self.tOrV[None, None, None, v_slot.index], True
+        )
+
+    def wait_mma(self, pending):
+        """Wait until at most ``pending`` groups of MMAs are in flight."""
+        warpgroup.wait_group(pending)
+
+    def _query_row(self, r):
+        """Row in the tile of this thread's row ``r``."""
+        return self.warpgroup * MMA_ROWS + self.thread // 32 * 16 + self.thread % 32 // 4 + 8 * r
+
+    def _mask(self, tile, n_block, S):
+        """Set scores at or past the row's last visible key to -inf."""
+        c, tiles = self.config, self.tiles
+        for r in range(2):
+            query = tile.m_block * c.tile_q + self._query_row(r) // c.pack
+            end = c.blocks.key_end(query, tiles.seqlen_q, tiles.seqlen_k)
+            visible = (
+                end - n_block * c.tile_n - 2 * (self.thread % 4)
+            )  # columns of this thread: 8 j + {0, 1}
+            for j in range(c.tile_n // 4):
+                column = Int32(8 * (j // 2) + j % 2)
+                S[r, j] = cutlass.select_(column < visible, S[r, j], -Float32.inf)
+
+    def _prepare(self, tile, n_block, S, masked):
+        """Negate for a negative scale, then mask."""
+        if self.config.negate:
+            for i in range(cute.size(S)):
+                S[i] = -S[i]
+        if masked:
+            self._mask(tile, n_block, S)
+
+    def softmax_first(self, tile, n_block, s):
+        """As ``softmax``, for the first block of a tile."""
+        S = rows_of(s)
+        self._prepare(tile, n_block, S, True)
+        move_shifts(S, self.state, self.scale_log2, self.inv_scale_log2)
+        self._exponentials(S, True)
+
+    def softmax(self, tile, n_block, s, masked):
+        """Move the shift if it must; P = exp2(scale_log2 S - shift), l += rowsum P."""
+        S = rows_of(s)
+        self._prepare(tile, n_block, S, masked)
+        if self.config.lazy:
+            self._move_outgrown(S)
+        else:
+            move_shifts(S, self.state, self.scale_log2, self.inv_scale_log2)
+        self._exponentials(S, masked)
+
+    @cute.jit
+    def _move_outgrown(self, S: cute.Tensor):
+        state, scale_log2, inv_scale_log2 = self.state, self.scale_log2, self.inv_scale_log2
+        state.correction.fill(1.0)
+        if cute.arch.vote_any_sync(outgrown(S, state)):
+            move_shifts(S, state, scale_log2, inv_scale_log2)
+
+    def _exponentials(self, S, masked):
+        """P in place of S, and its row sums in four chains; settle after a set number of them."""
+        state, columns = self.state, self.config.tile_n // 4
+        settle_at = 2 * columns * self.config.settle // 64
+        chains = []
+        for r in range(2):
+            shift = state.shift_log2[r]
+            if masked:  # a row that has seen no key yet: exp2(-inf - 0) = 0
+                shift = cutlass.select_(shift == -Float32.inf, Float32(0.0), shift)
+            chains.append([state.total[r], None, None, None])
+            for j in range(columns):
+                p = cute.math.exp2(S[r, j] * self.scale_log2 - shift, fastmath=True)
+                S[r, j] = p
+                chain = chains[r][j % 4]
+                chains[r][j % 4] = p if chain is None else chain + p
+                if settle_at and r * columns + j + 1 == settle_at:
+                    numerics.settle(
+                        sum_of(chains[0]) if r == 0 else sum_of(chains[0]) + sum_of(chains[1])
+                    )
+        for r in range(2):
+            state.total[r] = sum_of(chains[r])
+
+    def convert_p(self, s):
+        """Round P to 16 bit into the A operand of P V; the element order of S is that of the operand."""
+        P = cute.make_tensor(self.tOrP.iterator, s.layout)
+        P.store(s.load().to(element(self.config)))
+
+    def rescale_o(self):
+        """Let O follow a moved shift."""
+        if self.config.lazy:
+            self._rescale_if_moved()
+        else:
+            scale_rows(rows_of(self.tOrO), self.state.correction)
+
+    @cute.jit
+    def _rescale_if_moved(self):
+        O, correction = rows_of(self.tOrO), self.state.correction
+        if cute.arch.vote_any_sync((correction[0] != 1.0) | (correction[1] != 1.0)):
+            scale_rows(O, correction)
+
+    def store(self, tile):
+        """O / l and LSE = ln 2 (shift + log2 l) to global memory; a row without keys gives 0 and -inf."""
+        self._finish_rows(tile)
+        self._store_o(tile)
+
+    @cute.jit
+    def _finish_rows(self, tile):
+        c, state, tiles, mLSE = self.config, self.state, self.tiles, self.mLSE
+        O = rows_of(self.tOrO)
+        heads_per_kv = mLSE.shape[1] // tiles.grid.heads_kv
+        for r in cutlass.range_constexpr(2):
+            total = cute.arch.warp_reduction_sum(state.total[r], threads_in_group=4)
+            empty = total == 0.0
+            lse = (state.shift_log2[r] + cute.math.log2(total, fastmath=True)) * LN2
+            lse = cutlass.select_(empty, -Float32.inf, lse)
+            inverse = cute.arch.rcp_approx(total)
+            for j in cutlass.range_constexpr(c.tile_dv // 4):
+                # Selected, not multiplied by 0: O of a row without keys may hold 0 * NaN.
+                O[r, j] = cutlass.select_(empty, Float32(0.0), O[r, j] * inverse)
+            row = self._query_row(r)
+            query = tile.m_block * c.tile_q + row // c.pack
+            head_in_kv = tile.group * c.pack + row % c.pack
+            if (self.thread % 4 == 0) & (query < tiles.seqlen_q) & (head_in_kv < heads_per_kv):
+                mLSE[tile.batch, tile.head_kv * heads_per_kv + head_in_kv, query] = lse
+
+    @cute.jit
+    def _store_o(self, tile):
+        """Registers -> shared memory -> TMA, this warpgroup's 64 rows only; rows past the sequence are clipped."""
+        c = self.config
+        dtype = element(c)
+        out = cute.make_rmem_tensor(self.tOrO.layout, dtype)
+        out.store(self.tOrO.load().to(dtype))
+        one_warpgroup = cute.make_tiled_mma(cute.make_mma_atom(self.mma_pv.op), (1, 1, 1))
+        matrices = 4 if c.tile_dv % 16 == 0 else 2
+        store_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, matrices), dtype)
+        r2s = cute.make_tiled_copy_C(store_atom, one_warpgroup).get_slice(self.thread)
+        storing_warp = cute.arch.make_warp_uniform(self.thread // 32) == 0
+        barrier_id = BARRIER_STORE + self.warpgroup
+        if cutlass.const_expr(c.o_borrows_q):
+            # Other warpgroups may still read Q where this one is about to write O.
+            cute.arch.barrier(barrier_id=BARRIER_Q_READ, number_of_threads=128 * c.mma_warpgroups)
+        else:
+            if storing_warp:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last store has read sO
+            cute.arch.barrier(barrier_id=barrier_id, number_of_threads=128)
+        cute.copy(r2s, r2s.retile(out), r2s.partition_D(self.sO))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=barrier_id, number_of_threads=128)
+        if storing_warp:
+            rows = ((c.pack, MMA_ROWS // c.pack), c.tile_dv)
+            at = ((tile.group, tile.m_block * c.mma_warpgroups + self.warpgroup), 0)
+            gO = cute.local_tile(self.o.tensor[None, None, tile.head_kv, tile.batch], rows, at)
+            tOsO, tOgO = cpasync.tma_partition(
+                self.o.atom,
+                0,
+                cute.make_layout(1),
+                cute.group_modes(self.sO, 0, 2),
+                cute.group_modes(gO, 0, 2),
+            )
+            cute.copy(self.o.atom, tOsO, tOgO)
+            cute.arch.cp_async_bulk_commit_group()
+
+    def wait_store(self):
+        """Wait until this warp's stores have read their shared memory."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def sum_of(chains):
+    """Sum of up to four partial sums; None stands for nothing."""
+    parts = [x for x in chains if x is not None]
+    while len(parts) > 1:
+        parts = [
+            parts[i] + parts[i + 1] if i + 1 < len(parts) else parts[i]
+            for i in range(0, len(parts), 2)
+        ]
+    return parts[0]

@@ -1,0 +1,223 @@
+"""Random attention problems, for Hypothesis and for long runs without it, from one distribution."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+T = TypeVar("T")
+Choose = Callable[[Sequence[T]], T]
+
+MAX_SEQLEN = 2100
+MAX_SCORES = 64 * 2**20
+
+TILES = (64, 80, 112, 128, 192, 256)
+HEAD_DIMS = (64, 128, 96, 192, 256)
+RATIOS = (1, 2, 3, 4, 5, 7, 8, 16)
+LAYOUTS = (
+    "contiguous",  # (batch, seqlen, heads, head_dim)
+    "transposed",  # a view of (batch, heads, seqlen, head_dim)
+    "interleaved",  # one of three tensors that are packed token by token
+    "expanded_batch",  # batch stride 0
+    "expanded_heads",  # head stride 0
+    "every_second",  # every second token of a longer tensor
+    "padded",  # head_dim cut from rows that are 8 elements longer
+    "unaligned",  # head_dim cut from rows that are 1 element longer, so that most are misaligned
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One dense attention call; `str()` of it is an expression that builds it again.
+
+    Attributes:
+        dtype: of q, k and v.
+        batch: sequences.
+        heads_kv: KV heads.
+        ratio: query heads per KV head.
+        head_dim: of q and k.
+        head_dim_v: of v and out.
+        seqlen_q: queries per sequence.
+        seqlen_k: keys per sequence.
+        causal: as in the public functions.
+        softmax_scale: as in the public functions.
+        pack_gqa: as in the public functions.
+        layouts: of q, k and v; see `LAYOUTS`.
+        value_scale: standard deviation of q, k and v.
+    """
+
+    dtype: torch.dtype = torch.float16
+    batch: int = 1
+    heads_kv: int = 1
+    ratio: int = 1
+    head_dim: int = 8
+    head_dim_v: int = 8
+    seqlen_q: int = 1
+    seqlen_k: int = 1
+    causal: bool = False
+    softmax_scale: float | None = None
+    pack_gqa: bool | None = None
+    layouts: tuple[str, str, str] = ("contiguous",) * 3
+    value_scale: float = 1.0
+
+    def __str__(self) -> str:
+        given = (
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        )
+        return f"Problem({', '.join(given)})"
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.heads_kv * self.ratio
+
+    @property
+    def scores(self) -> int:
+        """Query-key pairs, masked ones included, over all heads and sequences."""
+        return self.batch * self.heads * self.seqlen_q * self.seqlen_k
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Keyword arguments of `flash_attn_func`."""
+        return {
+            "causal": self.causal,
+            "softmax_scale": self.softmax_scale,
+            "pack_gqa": self.pack_gqa,
+        }
+
+    def tensors(
+        self, device: torch.device | str = "cpu", seed: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Build q, k and v, random normal, in their layouts; what lies between is NaN."""
+        generator = torch.Generator(device).manual_seed(seed)
+        sizes = (
+            (self.seqlen_q, self.heads, self.head_dim),
+            (self.seqlen_k, self.heads_kv, self.head_dim),
+            (self.seqlen_k, self.heads_kv, self.head_dim_v),
+        )
+        tensors = []
+        for slot, (size, layout) in enumerate(zip(sizes, self.layouts, strict=True)):
+            shape = (self.batch, *size)
+            tensor, source_shape = _empty(shape, layout, slot, self.dtype, device)
+            source = torch.randn(source_shape, device=device, generator=generator)
+            tensor.copy_(source * self.value_scale)
+            tensors.append(tensor.expand(shape))
+        return tuple(tensors)
+
+    def output_gradient(self, device: torch.device | str = "cpu", seed: int = 0) -> Tensor:
+        """Build a random normal gradient of out, contiguous."""
+        generator = torch.Generator(device).manual_seed(seed + 1)
+        shape = (self.batch, self.seqlen_q, self.heads, self.head_dim_v)
+        return torch.randn(shape, device=device, generator=generator).to(self.dtype)
+
+
+def _empty(
+    shape: tuple[int, ...],
+    layout: str,
+    slot: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Cut a tensor of a layout from a NaN-filled buffer; expanded dimensions have size 1 yet."""
+    b, s, h, d = shape
+
+    def nans(*sizes: int) -> Tensor:
+        return torch.full(sizes, torch.nan, dtype=dtype, device=device)
+
+    match layout:
+        case "contiguous":
+            tensor = nans(b, s, h, d)
+        case "transposed":
+            tensor = nans(b, h, s, d).transpose(1, 2)
+        case "interleaved":
+            tensor = nans(b, s, 3, h, d)[:, :, slot]
+        case "expanded_batch":
+            tensor = nans(1, s, h, d)
+        case "expanded_heads":
+            tensor = nans(b, s, 1, d)
+        case "every_second":
+            tensor = nans(b, 2 * s, h, d)[:, ::2]
+        case "padded":
+            tensor = nans(b, s, h, d + 8)[..., :d]
+        case "unaligned":
+            tensor = nans(b, s, h, d + 1)[..., :d]
+        case _:
+            raise ValueError(f"layout {layout!r} is none of {LAYOUTS}")
+    return tensor, tuple(tensor.shape)
+
+
+def problems(
+    *, max_seqlen: int = MAX_SEQLEN, max_scores: int = MAX_SCORES
+) -> st.SearchStrategy[Problem]:
+    """Draw problems of at most `max_scores` query-key pairs, shrinking towards `Problem()`."""
+
+    @st.composite
+    def draw_problem(draw: st.DrawFn) -> Problem:
+        return _choose_problem(
+            lambda options: draw(st.sampled_from(options)), max_seqlen, max_scores
+        )
+
+    return draw_problem()
+
+
+def random_problems(
+    n: int, seed: int = 0, *, max_seqlen: int = MAX_SEQLEN, max_scores: int = MAX_SCORES
+) -> Iterator[Problem]:
+    """Yield n problems of the distribution of `problems`, the same ones for a seed."""
+    choose = random.Random(seed).choice
+    for _ in range(n):
+        yield _choose_problem(choose, max_seqlen, max_scores)
+
+
+def _choose_problem(choose: Choose, max_seqlen: int, max_scores: int) -> Problem:
+    """Draw a problem by choices alone; each lists its simplest option first, for shrinking."""
+    seqlen_q = _choose_seqlen(choose, max_seqlen)
+    seqlen_k = seqlen_q if choose((True, False, False)) else _choose_seqlen(choose, max_seqlen)
+    # Lengths keep their tile edges, so that heads and batch give way to the bound.
+    if seqlen_q * seqlen_k > max_scores:
+        seqlen_k = max(1, max_scores // seqlen_q)
+    room = max_scores // (seqlen_q * seqlen_k)
+    ratio = min(choose((*RATIOS, *range(1, 17))), room)
+    heads_kv = min(choose((1, 1, 2, 3, 4, 8)), room // ratio)
+    batch = min(choose((1, 1, 2, 3)), room // (ratio * heads_kv))
+    head_dim = _choose_head_dim(choose)
+    return Problem(
+        dtype=choose((torch.float16, torch.bfloat16)),
+        batch=batch,
+        heads_kv=heads_kv,
+        ratio=ratio,
+        head_dim=head_dim,
+        head_dim_v=head_dim if choose((True, True, False)) else _choose_head_dim(choose),
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        causal=choose((False, True)),
+        # 0.7 is several times 1/sqrt(head_dim): most rows attend to a few keys only.
+        softmax_scale=choose((None, None, None, 0.05, -0.1, 0.0, 0.7)),
+        pack_gqa=choose((None, None, True, False)),
+        layouts=tuple(choose((*["contiguous"] * 7, *LAYOUTS)) for _ in range(3)),
+        value_scale=choose((1.0, 1.0, 1.0, 0.1, 3.0)),
+    )
+
+
+def _choose_seqlen(choose: Choose, max_seqlen: int) -> int:
+    kind = choose(("small", "edge", "edge", "any"))
+    if kind == "small":
+        return choose(range(1, min(17, max_seqlen + 1)))
+    if kind == "any":
+        return choose(range(1, max_seqlen + 1))
+    tile = choose(TILES)
+    blocks = choose(range(1, max(1, max_seqlen // tile) + 1))
+    return min(blocks * tile + choose((0, -1, 1)), max_seqlen)
+
+
+def _choose_head_dim(choose: Choose) -> int:
+    return choose((8, *HEAD_DIMS * 6, *range(16, 257, 8)))
