@@ -62,7 +62,8 @@ def _window_causal(causal: bool, window_size) -> bool:
         ) from error
     if left is not None or right not in (None, 0):
         raise NotImplementedError(
-            f"flash4 does not support window_size={window_size!r} yet; (None, None) and (None, 0), which is causal, work"
+            f"flash4 does not support window_size={window_size!r} yet; "
+            "supported are (None, None) and (None, 0), which is causal"
         )
     return bool(causal) or right == 0
 
@@ -79,6 +80,8 @@ def _check_out(out, q, v):
             f"out must be {shape}, {q.dtype}, on {q.device}; got {tuple(out.shape)}, {out.dtype}, on {out.device}"
         )
     obstacle = ops.layout_obstacle(out)
+    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        obstacle = "several of its elements share memory"
     if obstacle is not None:
         raise ValueError(f"out cannot be written in place: {obstacle}")
 

@@ -1,7 +1,7 @@
 """Execution of planned calls, as PyTorch operators. No policy: plans come from ``dispatch``."""
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,8 +11,23 @@ from flash4.problem import AttentionProblem
 
 # Stands for a softmax scale of 0: scores vanish beside it, and -inf (masked) times it is still -inf.
 TINY_SCALE = 1e-30
+ALIGNMENT = 16  # bytes; of addresses and strides that TMA takes
+MAX_LAUNCHES = 8_192
 
-_plan = functools.lru_cache(maxsize=4096)(plan_forward)
+
+@dataclass(frozen=True)
+class Launch:
+    """What a call needs at run time, looked up by shapes and strides.
+
+    Attributes:
+        function: compiled kernel.
+        section: heads per section of the tile schedule.
+        workers: multiprocessors.
+    """
+
+    function: object
+    section: int
+    workers: int
 
 
 @functools.cache
@@ -22,57 +37,108 @@ def device_facts(index: int) -> tuple[str, int]:
     return architecture((properties.major, properties.minor)), properties.multi_processor_count
 
 
-def layout_obstacle(x) -> str | None:
-    """Why TMA cannot address a tensor as it lies, or None."""
-    if x.stride(-1) != 1:
-        return f"its head_dim stride is {x.stride(-1)}, TMA needs 1"
-    element = x.element_size()
-    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-        if size > 1 and stride * element % 16:
-            return f"a stride of {stride * element} bytes is not a multiple of 16"
-    if x.data_ptr() % 16:
-        return "its first element is not 16-byte aligned"
+def stride_obstacle(shape, strides, element_size: int) -> str | None:
+    """Why TMA cannot address a tensor with these strides, or None."""
+    if strides[-1] != 1 and shape[-1] > 1:
+        return f"its head_dim stride is {strides[-1]}, TMA needs 1"
+    for size, stride in zip(shape[:-1], strides[:-1], strict=True):
+        if size > 1 and stride * element_size % ALIGNMENT:
+            return f"a stride of {stride * element_size} bytes is not a multiple of {ALIGNMENT}"
     return None
 
 
+def layout_obstacle(x) -> str | None:
+    """Why TMA cannot address a tensor as it lies, or None."""
+    obstacle = stride_obstacle(x.shape, x.stride(), x.element_size())
+    if obstacle is None and x.device.type != "meta" and x.data_ptr() % ALIGNMENT:
+        obstacle = f"its first element is not {ALIGNMENT}-byte aligned"
+    return obstacle
+
+
+@functools.lru_cache(maxsize=MAX_LAUNCHES)
+def _canonical_strides(shape, strides):
+    """Strides with those of size-1 dimensions made even (the kernel checks all of them); None if already so."""
+    if all(stride % 8 == 0 for stride in strides[:-1]) and strides[-1] == 1:
+        return None
+    even = (s if size > 1 else shape[-1] for size, s in zip(shape[:-1], strides[:-1], strict=True))
+    return (*even, 1)
+
+
+@functools.lru_cache(maxsize=MAX_LAUNCHES)
+def _must_copy(shape, strides, element_size: int) -> bool:
+    return stride_obstacle(shape, strides, element_size) is not None
+
+
 def addressable(x):
-    """Return x, or a copy of it where TMA cannot address it; odd strides of size-1 dimensions are made even."""
-    if layout_obstacle(x) is not None:
-        return x.contiguous() if not x.is_contiguous() else x.clone()
-    if any(stride % 8 for stride in x.stride()[:-1]):
-        strides = [
-            stride if size > 1 else x.shape[-1]
-            for size, stride in zip(x.shape, x.stride(), strict=True)
-        ]
-        return x.as_strided(x.shape, (*strides[:-1], 1))
-    return x
+    """Return x, or a copy of it where TMA cannot address it."""
+    shape, strides = x.shape, x.stride()
+    if x.data_ptr() % ALIGNMENT or _must_copy(shape, strides, x.element_size()):
+        return x.clone(memory_format=torch.contiguous_format)
+    strides = _canonical_strides(shape, strides)
+    return x if strides is None else x.as_strided(shape, strides)
 
 
 def empty_output(q, head_dim_v: int):
     """Output for q: (batch, seqlen_q, heads_q, head_dim_v), in q's memory order of heads and queries."""
-    batch, seqlen, heads, _ = q.shape
+    batch, seqlen, heads, head_dim = q.shape
+    if head_dim == head_dim_v and q.is_contiguous():
+        return torch.empty_like(q)
     if q.stride(1) < q.stride(2) and q.transpose(1, 2).is_contiguous():
         return q.new_empty((batch, heads, seqlen, head_dim_v)).transpose(1, 2)
     return q.new_empty((batch, seqlen, heads, head_dim_v))
 
 
+_launches: dict[tuple, Launch | None] = {}
+
+
+def _launch_for(
+    q, k, v, softmax_scale: float, causal: bool, pack_gqa: bool | None
+) -> Launch | None:
+    """Look a call up; None for an empty problem. Validation and planning run once per key."""
+    key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
+    key += (causal, softmax_scale < 0, pack_gqa)
+    try:
+        return _launches[key]
+    except KeyError:
+        pass
+    facts = {"softmax_scale": softmax_scale, "causal": causal, "pack_gqa": pack_gqa}
+    problem = AttentionProblem.from_tensors(q, k, v, **facts)
+    launch = None
+    if not problem.is_empty:
+        arch, workers = device_facts(q.device.index)
+        plan = plan_forward(problem, arch, workers)
+        with torch.cuda.device(q.device):
+            function = CACHE.get(plan.kernel, plan.config, plan.arch)
+        launch = Launch(function, plan.section, workers)
+    if len(_launches) >= MAX_LAUNCHES:
+        _launches.clear()
+    _launches[key] = launch
+    return launch
+
+
 def run_forward(q, k, v, out, softmax_scale: float, causal: bool, pack_gqa: bool | None):
     """Write attention into ``out`` and return the log-sum-exp; shapes as in ``flash_attn_func``."""
-    problem = AttentionProblem.from_tensors(
-        q, k, v, softmax_scale=softmax_scale, causal=causal, pack_gqa=pack_gqa
-    )
-    lse = q.new_empty((problem.batch, problem.heads_q, problem.seqlen_q), dtype=torch.float32)
-    if problem.is_empty:
+    launch = _launch_for(q, k, v, softmax_scale, causal, pack_gqa)
+    batch, seqlen, heads, _ = q.shape
+    lse = torch.empty((batch, heads, seqlen), dtype=torch.float32, device=q.device)
+    if launch is None:
         out.zero_()
         lse.fill_(float("-inf"))
         return lse
-    arch, workers = device_facts(q.device.index)
-    plan = _plan(problem, arch, workers)
-    with torch.cuda.device(q.device):
-        launch = CACHE.get(plan.kernel, plan.config, plan.arch)
-        tensors = (addressable(q), addressable(k), addressable(v), out, lse)
-        launch(tensors, abs(softmax_scale) or TINY_SCALE, plan.section, workers)
+    tensors = (addressable(q), addressable(k), addressable(v), addressable_out(out), lse)
+    scale = abs(softmax_scale) or TINY_SCALE
+    if q.device.index == torch.cuda.current_device():
+        launch.function(tensors, scale, launch.section, launch.workers)
+    else:
+        with torch.cuda.device(q.device):
+            launch.function(tensors, scale, launch.section, launch.workers)
     return lse
+
+
+def addressable_out(out):
+    """Return ``out``, whose layout was checked, with strides that the kernel takes."""
+    strides = _canonical_strides(out.shape, out.stride())
+    return out if strides is None else out.as_strided(out.shape, strides)
 
 
 def plan_call(q, k, v, arch: str, workers: int, **facts) -> Plan:
@@ -83,30 +149,29 @@ def plan_call(q, k, v, arch: str, workers: int, **facts) -> Plan:
     return replace(plan, copies=tuple(f"{name}: {why}" for name, why in copies if why is not None))
 
 
-@torch.library.custom_op("flash4::forward", mutates_args=())
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float,
-    causal: bool,
-    pack_gqa: bool | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention forward; returns (out, lse)."""
+torch.library.define(
+    "flash4::forward",
+    "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, bool? pack_gqa) -> (Tensor, Tensor)",
+)
+
+
+@torch.library.impl("flash4::forward", "CUDA")
+def _forward(q, k, v, softmax_scale, causal, pack_gqa):
     out = empty_output(q, v.shape[-1])
     return out, run_forward(q, k, v, out, softmax_scale, causal, pack_gqa)
 
 
-@forward.register_fake
-def _(q, k, v, softmax_scale, causal, pack_gqa):
+@torch.library.register_fake("flash4::forward")
+def _forward_fake(q, k, v, softmax_scale, causal, pack_gqa):
     batch, seqlen, heads, _ = q.shape
     return empty_output(q, v.shape[-1]), q.new_empty((batch, heads, seqlen), dtype=torch.float32)
 
 
 def _backward(ctx, grad_out, grad_lse):
     raise NotImplementedError(
-        "flash4 has no backward for this architecture yet; call the forward under torch.no_grad(), or on detached inputs"
+        "flash4 has no backward yet; call the forward under torch.no_grad(), or on detached inputs"
     )
 
 
-forward.register_autograd(_backward)
+torch.library.register_autograd("flash4::forward", _backward)
+forward = torch.ops.flash4.forward.default

@@ -32,6 +32,19 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+__all__ = [
+    "AttentionOptions",
+    "Gradients",
+    "Noise",
+    "SeqlenInfo",
+    "attention",
+    "attention_backward",
+    "attention_forward",
+    "attention_gradients",
+    "combine",
+    "rounding_noise",
+]
+
 # Scores computed at once: 256 MiB as float64, and backward holds about six such tensors.
 _MAX_SCORES = 2**25
 
@@ -144,7 +157,7 @@ class Gradients(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """Unavoidable rounding errors, see `rounding_noise`; those of gradients are 0 without a dout."""
+    """Unavoidable rounding errors, see `rounding_noise`; gradients' are 0 without a dout."""
 
     out: Tensor
     dq: Tensor
@@ -359,11 +372,19 @@ def _scores(call: _Call, tile: _Tile) -> tuple[Tensor, Tensor | None]:
     return scores, slope
 
 
+def _evaluate(call: _Call, tile: _Tile, mod: Callable[..., Tensor], *leading: Tensor) -> Tensor:
+    # Torch computes `0.1 * q_idx` in its default dtype, which would cost float64 half its digits.
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(call.wide)
+    try:
+        return mod(*leading, *tile.index, tile.info, call.options.aux_tensors)
+    finally:
+        torch.set_default_dtype(default)
+
+
 def _modified(call: _Call, tile: _Tile, scores: Tensor) -> Tensor:
-    o = call.options
-    if o.score_mod is None:
-        return scores
-    return o.score_mod(scores, *tile.index, tile.info, o.aux_tensors).expand(scores.shape)
+    mod = call.options.score_mod
+    return scores if mod is None else _evaluate(call, tile, mod, scores).expand(scores.shape)
 
 
 def _modified_backward(call: _Call, tile: _Tile, grad: Tensor, scores: Tensor) -> Tensor:
@@ -371,7 +392,7 @@ def _modified_backward(call: _Call, tile: _Tile, grad: Tensor, scores: Tensor) -
     if o.score_mod is None:
         return grad
     if o.score_mod_bwd is not None:
-        return o.score_mod_bwd(grad, scores, *tile.index, tile.info, o.aux_tensors)
+        return _evaluate(call, tile, o.score_mod_bwd, grad, scores)
     with torch.enable_grad():
         leaf = scores.detach().requires_grad_()
         modified = _modified(call, tile, leaf)
@@ -392,7 +413,7 @@ def _visible(call: _Call, tile: _Tile) -> Tensor | None:
     if right is not None:
         masks.append(key <= tile.diagonal + right)
     if o.mask_mod is not None:
-        masks.append(o.mask_mod(*tile.index, tile.info, o.aux_tensors))
+        masks.append(_evaluate(call, tile, o.mask_mod))
     if o.block_mask is not None:
         masks.append(_block_visible(o.block_mask, tile))
     return functools.reduce(torch.logical_and, masks) if masks else None
@@ -587,16 +608,16 @@ def rounding_noise(
 ) -> Noise:
     """Estimate, element by element, the rounding error that a fused kernel cannot avoid.
 
-    Such a kernel rounds P, dS and the out that it saves for backward to q's dtype, at least. With
-    independent relative errors of size eps in each of them, first order and root mean square::
+    Such a kernel rounds at least P, dS and the out that it saves to q's dtype. With independent
+    relative errors of size eps in each of them, first order and root mean square::
 
         out_i: eps sqrt(sum_j p_ij^2 v_j^2)              n_i = sqrt(sum_d dout_id^2 out_id^2)
         dq_i:  eps softmax_scale sqrt(sum_j ds_ij^2 k_j^2 + (n_i sum_j p_ij k_j)^2)
         dk_j:  eps softmax_scale sqrt(sum_i (ds_ij^2 + p_ij^2 n_i^2) q_i^2)
         dv_j:  eps sqrt(sum_i p_ij^2 dout_i^2)           dsink: eps sqrt(sum_i p_sink_i^2 n_i^2)
 
-    `eps n_i` is the error of delta_i, and goes back through score_mod and softcap as ds does. A real
-    rounding error is spread evenly up to eps/2, so that these are about five standard deviations.
+    `eps n_i` is the error of delta_i, and goes back through score_mod and softcap as ds does. Real
+    rounding errors are spread evenly up to eps/2, so that these are some five standard deviations.
 
     Args:
         q: as in `attention_forward`; its dtype decides eps.
@@ -614,7 +635,7 @@ def rounding_noise(
     out = new(*q.shape[:-1], v.shape[-1])
     dq, dk, dv, dsink = new(q.shape), new(k.shape), new(v.shape), new(call.heads)
 
-    def descaled(name: str, square: Tensor) -> Tensor:
+    def descaled(name: str, square: Tensor, tile: _Tile) -> Tensor:
         return call.descale(name, call.descale(name, square, tile), tile)
 
     with torch.no_grad():
@@ -628,15 +649,15 @@ def rounding_noise(
             grad = _score_gradient(call, tile, softmax, dout, dlse)
             n = (grad.dout * grad.out).square().sum(-1, keepdim=True).sqrt()
             p_n = _unmodified(call, tile, softmax, softmax.p * n)
-            ds_square = grad.ds.square()
-            k, q_scaled = tile.k * call.scale, tile.q * call.scale
-            dq_part = _times_kv(ds_square, k.square()) + _times_kv(p_n, k).square()
-            call.query_rows(dq, tile).copy_(descaled("q", dq_part).transpose(1, 2))
-            heads_kv = k.shape[1]
+            ds_square, q_scaled = grad.ds.square(), tile.q * call.scale
+            dq_part = _times_kv(ds_square, tile.k.square()) + _times_kv(p_n, tile.k).square()
+            dq_part = descaled("q", dq_part * call.scale**2, tile)
+            call.query_rows(dq, tile).copy_(dq_part.transpose(1, 2))
+            heads_kv = tile.k.shape[1]
             dk_part = _sum_over_queries(ds_square + p_n.square(), q_scaled.square(), heads_kv)
-            call.add_to_keys(dk, descaled("k", dk_part), tile)
+            call.add_to_keys(dk, descaled("k", dk_part, tile), tile)
             dv_part = _sum_over_queries(p_square, grad.dout.square(), heads_kv)
-            call.add_to_keys(dv, descaled("v", dv_part), tile)
+            call.add_to_keys(dv, descaled("v", dv_part, tile), tile)
             dsink[tile.heads] += (softmax.p_sink * n[..., 0]).square().sum((0, 2))
     eps = torch.finfo(q.dtype).eps
     return Noise(*(eps * square.sqrt() for square in (out, dq, dk, dv, dsink)))

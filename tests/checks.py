@@ -42,11 +42,11 @@ def assert_close_to_reference(
 
     Rows are few in small problems, and a peaked softmax makes each row a case of its own: even a
     neighbourhood may be spared by luck. `noise` is the rounding that no algorithm can avoid, from
-    `reference.rounding_noise`. Without it the row's and the head's largest `|e|` stand in, as
-    `eps * (row + 2^-10 * head)`, which now and then accuses a right gradient.
+    `reference.rounding_noise`. Without it eps times the row's largest `|e|` stands in, which in one
+    of a hundred problems accuses a right gradient.
 
     On top, the root mean square error over the tensor must stay within `factor` times native's plus
-    half an eps of the expected value's: a small error everywhere, such as a key too many in each
+    half of that of `eps * |e| + noise`: a small error everywhere, such as a key too many in each
     row, may hide in single elements, but not in their mean.
 
     NaN and Inf must be where expected, rounded to actual's dtype, has them.
@@ -81,23 +81,17 @@ def assert_close_to_reference(
         for x in (expected, (native - expected).abs(), (got - expected).abs())
     )
     if noise is None:
-        row = expected.abs().amax(-1, keepdim=True)
-        head = row.amax((-3, -1), keepdim=True) if row.dim() > 2 else row
-        noise = eps * (row + 2**-10 * head)
+        noise = eps * _typical_size(expected)
     # Below its normal range a dtype's spacing is constant, and fast exp2 flushes float32's to zero.
     rounding = eps * expected.abs().clamp(min=tiny) + 2**-120
     allowed = factor * _local_maximum(native_error.amax(-1, keepdim=True)) + rounding + noise
     if zero_rows is not None:
         allowed = allowed.masked_fill(zero_rows[..., None], 0.0)
     _assert_within(name, error, allowed, actual, expected64)
-
-    def rms(x: Tensor) -> float:
-        return x.square().mean().sqrt().item()
-
-    limit = factor * rms(native_error) + rms(rounding + noise) / 2
-    assert rms(error) <= limit, (
+    limit = factor * _rms(native_error) + _rms(rounding + noise) / 2
+    assert _rms(error) <= limit, (
         f"{name}: each element is within its bound, but the root mean square error is "
-        f"{rms(error):.3e}, allowed {limit:.3e} (native {rms(native_error):.3e})"
+        f"{_rms(error):.3e}, allowed {limit:.3e} (native {_rms(native_error):.3e})"
     )
 
 
@@ -166,6 +160,23 @@ def assert_gradients_close(
         assert_close_to_reference(got.detach(), e, n, name, noise=s, zero_rows=zero_rows)
 
 
+def assert_float64_close(actual: Tensor, expected: Tensor, name: str = "result") -> None:
+    """Check that two float64 computations agree, to 1e-11 of the largest expected element.
+
+    Raises:
+        AssertionError: with the worst element's index, value, expectation and bound.
+    """
+    assert actual.dtype == expected.dtype == torch.float64, f"{name}: dtype {actual.dtype}"
+    assert actual.shape == expected.shape, (
+        f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    )
+    finite = _assert_same_special_values(name, actual, expected)
+    error = torch.where(finite, (actual - expected).abs(), 0.0)
+    largest = torch.where(finite, expected.abs(), 0.0).amax() if expected.numel() else 0.0
+    allowed = torch.full_like(error, 1e-11) * (largest + 1e-3)
+    _assert_within(name, error, allowed, actual, expected)
+
+
 def assert_lse_close(
     actual: Tensor,
     expected64: Tensor,
@@ -222,6 +233,20 @@ def _assert_within(
         f"got {actual[worst].item():.9g}, expected {expected[worst].item():.9g}, "
         f"error {error[worst].item():.3e}, allowed {allowed[worst].item():.3e}"
     )
+
+
+def _rms(x: Tensor) -> float:
+    return x.square().mean().sqrt().item()
+
+
+def _typical_size(expected: Tensor) -> Tensor:
+    """Take the largest element of each row, plus a trace of the largest of its head.
+
+    The trace is for float32 sums that cancel exactly in float64.
+    """
+    row = expected.abs().amax(-1, keepdim=True)
+    head = row.amax((-3, -1), keepdim=True) if row.dim() > 2 else row
+    return row + 2**-10 * head
 
 
 def _local_maximum(row_error: Tensor) -> Tensor:

@@ -53,16 +53,19 @@ class KvBlocks:
             return seqlen_k
         return imin(seqlen_k, query + 1 + seqlen_k - seqlen_q)
 
-    def count(self, m_block, seqlen_q, seqlen_k):
-        """Blocks that the tile visits: [0, count). At least one, so that every role runs the same code for every tile.
+    def until(self, query, seqlen_q, seqlen_k):
+        """Blocks [0, until) hold every key that queries up to ``query`` see; at least one block.
 
-        A tile whose rows see no key at all visits block 0 with every score masked.
+        With at least one block every role runs the same code for every tile: rows that see no key at all visit block
+        0 with every score masked.
         """
-        last_query = imin((m_block + 1) * self.tile_q, seqlen_q) - 1
-        end = imax(self.key_end(last_query, seqlen_q, seqlen_k), 1)
-        return ceil_div(end, self.tile_n)
+        last = imin(query, seqlen_q - 1)
+        return ceil_div(imax(self.key_end(last, seqlen_q, seqlen_k), 1), self.tile_n)
 
-    def unmasked(self, m_block, seqlen_q, seqlen_k):
-        """Blocks [0, unmasked) are visible in full to every query of the tile and need no mask."""
-        first_query = m_block * self.tile_q
-        return imax(self.key_end(first_query, seqlen_q, seqlen_k), 0) // self.tile_n
+    def count(self, m_block, seqlen_q, seqlen_k):
+        """Blocks that a tile visits: [0, count)."""
+        return self.until((m_block + 1) * self.tile_q - 1, seqlen_q, seqlen_k)
+
+    def unmasked(self, query, seqlen_q, seqlen_k):
+        """Blocks [0, unmasked) are visible in full to ``query`` and all queries after it."""
+        return imax(self.key_end(query, seqlen_q, seqlen_k), 0) // self.tile_n

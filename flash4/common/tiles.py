@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flash4.common.geometry import KvBlocks, ceil_div, imin
+from flash4.common.geometry import KvBlocks, ceil_div, imax, imin
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,8 @@ class TileSchedule:
         tiles_per_section = self.section * grid.m_blocks
         section = index // tiles_per_section
         within = index - section * tiles_per_section
-        heads = imin(self.section, grid.head_count - section * self.section)
+        # At least one head, so that the index behind the last tile decodes too (to a place outside the tensors).
+        heads = imax(imin(self.section, grid.head_count - section * self.section), 1)
         m_block = within // heads
         head = section * self.section + within - m_block * heads
         if self.blocks.causal:

@@ -4,9 +4,7 @@ The DSL is imported here and in the kernels only, and only when something must b
 kernels in the disk cache never imports it.
 """
 
-import contextlib
 import importlib
-import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -25,20 +23,6 @@ def load_kernel(kernel: str, config):
     return getattr(importlib.import_module(module), name)(config)
 
 
-@contextlib.contextmanager
-def _one_architecture(arch: str):
-    """Set the DSL's target; it asks the driver for the GPU when the variable is missing."""
-    before = os.environ.get("CUTE_DSL_ARCH")
-    os.environ["CUTE_DSL_ARCH"] = arch
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["CUTE_DSL_ARCH"]
-        else:
-            os.environ["CUTE_DSL_ARCH"] = before
-
-
 def compile_kernel(kernel: str, config, arch: str, dump_dir: str | None = None):
     """Compile one kernel; works without a GPU.
 
@@ -54,22 +38,21 @@ def compile_kernel(kernel: str, config, arch: str, dump_dir: str | None = None):
     Raises:
         RuntimeError: the DSL could not compile it; the message names kernel, config and versions.
     """
-    with _one_architecture(arch):
-        import cutlass.cute as cute
+    import cutlass.cute as cute
 
-        options = "--enable-tvm-ffi"
-        if dump_dir is not None:
-            options += f" --keep-ptx --keep-cubin --dump-dir {dump_dir}"
-        instance = load_kernel(kernel, config)
-        try:
-            return cute.compile(instance, *instance.fake_arguments(), options=options)
-        except Exception as error:
-            from importlib.metadata import version
+    options = f"--enable-tvm-ffi --gpu-arch {arch}"
+    if dump_dir is not None:
+        options += f" --keep-ptx --keep-cubin --dump-dir {dump_dir}"
+    instance = load_kernel(kernel, config)
+    try:
+        return cute.compile(instance, *instance.fake_arguments(), options=options)
+    except Exception as error:
+        from importlib.metadata import version
 
-            raise RuntimeError(
-                f"flash4 could not compile {kernel} for {arch} with {config} "
-                f"(nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')})"
-            ) from error
+        raise RuntimeError(
+            f"flash4 could not compile {kernel} for {arch} with {config} "
+            f"(nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')})"
+        ) from error
 
 
 def link(compiled, target: Path) -> bool:

@@ -11,6 +11,7 @@ ELEMENT_BYTES = 2
 MMA_ROWS = 64  # rows of one warpgroup's WGMMA
 HEAD_DIM_STEP = 32  # head dims are padded in shared memory to a multiple of this
 MAX_HEAD_DIM = 256
+PACKS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class ForwardConfig:
         negate: the softmax scale is negative: scores are negated before the maximum.
         stages: slots of the K ring and of the V ring.
         turns: warpgroups take turns at issuing MMAs.
-        lazy: rescale O only when a row's maximum grows by more than 8 (in log2 units), else keep the old shift.
+        skip: a warpgroup passes over the blocks that none of its own 64 rows sees (causal, blocks shorter than the
+            tile). Warpgroups then run different numbers of blocks, which taking turns forbids.
         settle: exponentials (of 64) that must be computed before the wait for P V; steers ptxas.
     """
 
@@ -42,9 +44,19 @@ class ForwardConfig:
     pack: int = 1
     negate: bool = False
     stages: int = 2
-    turns: bool = True
-    lazy: bool = True
+    turns: bool = False
+    skip: bool = False
     settle: int = 12
+
+    def __post_init__(self):
+        if self.tile_m % MMA_ROWS or not 1 <= self.mma_warpgroups <= 4:
+            raise ValueError(f"tile_m is {self.tile_m}; supported are 64, 128, 192 and 256")
+        if self.pack not in PACKS:
+            raise ValueError(f"pack is {self.pack}; supported are {PACKS}")
+        if self.skip and (self.turns or not self.causal):
+            raise ValueError(
+                "skip needs causal=True, and turns=False: warpgroups run different numbers of blocks"
+            )
 
     @property
     def mma_warpgroups(self) -> int:
@@ -133,20 +145,18 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
     import torch
 
     tile_d, tile_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
-    tile_m, tile_n, settle, why = choose_tile(tile_d, tile_dv, problem)
-    pack, why_pack = choose_pack(problem, tile_m)
+    tile, why_tile = choose_tile(tile_d, tile_dv, problem)
+    pack, why_pack = choose_pack(problem, tile["tile_m"])
     config = ForwardConfig(
         bf16=problem.dtype == torch.bfloat16,
         tile_d=tile_d,
         tile_dv=tile_dv,
-        tile_m=tile_m,
-        tile_n=tile_n,
         causal=problem.causal,
         pack=pack,
         negate=problem.negative_scale,
-        settle=settle,
+        **tile,
     )
-    return config, (why, why_pack)
+    return config, (why_tile, why_pack)
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -154,32 +164,28 @@ def padded_head_dim(head_dim: int) -> int:
     return max(64, -(-head_dim // HEAD_DIM_STEP) * HEAD_DIM_STEP)
 
 
-def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[int, int, int, str]:
-    """Return (tile_m, tile_n, settle, reason).
+def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
+    """Return the config fields that shape a tile and its loop, and the reason; measured in bench/NOTES.md.
 
     S and P of a block and O of a tile share a thread's registers, hence fewer keys per block for a wider V.
     """
     if max(tile_d, tile_dv) == 64:
-        if problem.causal or problem.seqlen_q <= 4096:
-            return (
-                256,
-                64,
-                4,
-                "head dims up to 64: four warpgroups, small blocks for short or causal sequences",
-            )
-        return 192, 128, 4, "head dims up to 64: three warpgroups, long blocks for long sequences"
-    tile_m = 128
-    by_registers = {64: 128, 96: 128, 128: 128, 160: 112, 192: 112, 224: 80, 256: 64}[tile_dv]
-    tile_n = by_registers
-    while not ForwardConfig(True, tile_d, tile_dv, tile_m, tile_n, False).fits:
+        if problem.causal:
+            tile = {"tile_m": 256, "tile_n": 64, "stages": 4, "skip": True, "settle": 4}
+            return tile, "head dims up to 64, causal: warpgroups skip what lies past their own rows"
+        if problem.seqlen_k <= 4096:
+            tile = {"tile_m": 256, "tile_n": 64, "stages": 4, "turns": True, "settle": 4}
+            return tile, "head dims up to 64, up to 4096 keys: four warpgroups, short blocks"
+        tile = {"tile_m": 192, "tile_n": 128, "turns": True, "settle": 4}
+        return tile, "head dims up to 64, more than 4096 keys: three warpgroups, long blocks"
+    tile_n = by_registers = {64: 128, 96: 128, 128: 128, 160: 112, 192: 112, 224: 80, 256: 64}[
+        tile_dv
+    ]
+    while not ForwardConfig(True, tile_d, tile_dv, 128, tile_n, False).fits:
         tile_n -= 16
     limit = "registers" if tile_n == by_registers else "shared memory"
-    return (
-        tile_m,
-        tile_n,
-        12,
-        f"{tile_n} keys per block: what {limit} hold beside head dims {tile_d}/{tile_dv}",
-    )
+    reason = f"{tile_n} keys per block: what {limit} can hold beside head dims {tile_d}/{tile_dv}"
+    return {"tile_m": 128, "tile_n": tile_n, "settle": 8 if problem.causal else 12}, reason
 
 
 def choose_pack(problem, tile_m: int) -> tuple[int, str]:
@@ -189,7 +195,7 @@ def choose_pack(problem, tile_m: int) -> tuple[int, str]:
         return 1, "one query head per KV head: nothing to pack"
     if problem.pack_gqa is False:
         return 1, "the caller wants heads unpacked"
-    candidates = [p for p in (1, 2, 4, 8, 16, 32, 64) if p < 2 * ratio]
+    candidates = [p for p in PACKS if p < 2 * ratio]
     if problem.pack_gqa:
         candidates = candidates[1:]
 

@@ -240,14 +240,29 @@ class MmaOps:
         """Whether O is staged in Q's memory."""
         return self.config.o_borrows_q
 
+    def _first_query(self, tile):
+        """First query of this warpgroup's rows."""
+        c = self.config
+        return tile.m_block * c.tile_q + self.warpgroup * (MMA_ROWS // c.pack)
+
+    def unseen_blocks(self, tile):
+        """Blocks, counted from the tile's last, that none of this warpgroup's rows sees."""
+        c, tiles = self.config, self.tiles
+        if not c.skip:
+            return 0
+        last_query = self._first_query(tile) + MMA_ROWS // c.pack - 1
+        return tile.n_blocks - c.blocks.until(last_query, tiles.seqlen_q, tiles.seqlen_k)
+
     def phases(self, tile):
         """Blocks after the first one (which is always masked): those that need a mask, then the others."""
-        blocks, tiles = self.config.blocks, self.tiles
-        if not blocks.causal:
-            return (Phase(Int32(1), tile.n_blocks, False),)
-        unmasked = blocks.unmasked(tile.m_block, tiles.seqlen_q, tiles.seqlen_k)
-        cut = cutlass.max(tile.n_blocks - unmasked, 1)
-        return (Phase(Int32(1), cut, True), Phase(cut, tile.n_blocks, False))
+        c, tiles = self.config, self.tiles
+        first = self.unseen_blocks(tile) + 1
+        if not c.causal:
+            return (Phase(Int32(first), tile.n_blocks, False),)
+        query = self._first_query(tile) if c.skip else tile.m_block * c.tile_q
+        unmasked = c.blocks.unmasked(query, tiles.seqlen_q, tiles.seqlen_k)
+        cut = cutlass.max(tile.n_blocks - unmasked, Int32(first))
+        return (Phase(Int32(first), cut, True), Phase(cut, tile.n_blocks, False))
 
     def begin(self, tile):
         """O = 0, shift = -inf, l = 0."""
@@ -258,19 +273,14 @@ class MmaOps:
     def qk(self, q_slot, k_slot):
         """Issue S = Q K^T into a fresh accumulator.
 
-        Fresh, because a WGMMA that ignores its accumulator still reads it in the compiler's eyes: a shared one would
-        stay live around the loop.
+        Fresh, because a WGMMA that ignores its accumulator still reads it in the compiler's eyes: a
+        shared one would stay live around the loop.
         """
         S = cute.make_rmem_tensor(((2, 2, self.config.tile_n // 8), 1, 1), Float32)
         for i in range(cute.size(S)):
             S[i] = numerics.undefined()
-        issue_mma(
-            self.mma_qk,
-            S,
-            self.tSrQ[None, None, None, 0],
-            self.tSrK[None, None, None, k_slot.index],
-            False,
-        )
+        tSrQ = self.tSrQ[None, None, None, 0]  # one stage: a constant spares address arithmetic
+        issue_mma(self.mma_qk, S, tSrQ, self.tSrK[None, None, None, k_slot.index], False)
         return S
 
     def pv(self, v_slot):
@@ -305,7 +315,15 @@ class MmaOps:
         if self.config.negate:
             for i in range(cute.size(S)):
                 S[i] = -S[i]
-        if masked:
+        if masked and self.config.causal:
+            self._mask(tile, n_block, S)
+        elif masked:
+            self._mask_tail(tile, n_block, S)
+
+    @cute.jit
+    def _mask_tail(self, tile, n_block, S: cute.Tensor):
+        """Mask only if the block reaches past the keys: without a causal mask most last blocks do not."""
+        if (n_block + 1) * self.config.tile_n > self.tiles.seqlen_k:
             self._mask(tile, n_block, S)
 
     def softmax_first(self, tile, n_block, s):
@@ -319,10 +337,7 @@ class MmaOps:
         """Move the shift if it must; P = exp2(scale_log2 S - shift), l += rowsum P."""
         S = rows_of(s)
         self._prepare(tile, n_block, S, masked)
-        if self.config.lazy:
-            self._move_outgrown(S)
-        else:
-            move_shifts(S, self.state, self.scale_log2, self.inv_scale_log2)
+        self._move_outgrown(S)
         self._exponentials(S, masked)
 
     @cute.jit
@@ -359,15 +374,9 @@ class MmaOps:
         P = cute.make_tensor(self.tOrP.iterator, s.layout)
         P.store(s.load().to(element(self.config)))
 
-    def rescale_o(self):
-        """Let O follow a moved shift."""
-        if self.config.lazy:
-            self._rescale_if_moved()
-        else:
-            scale_rows(rows_of(self.tOrO), self.state.correction)
-
     @cute.jit
-    def _rescale_if_moved(self):
+    def rescale_o(self):
+        """Let O follow a moved shift; for most blocks none has moved."""
         O, correction = rows_of(self.tOrO), self.state.correction
         if cute.arch.vote_any_sync((correction[0] != 1.0) | (correction[1] != 1.0)):
             scale_rows(O, correction)

@@ -42,11 +42,17 @@ class ForwardRoles:
         while tile.valid:
             ops.begin(tile)  # O = 0, m = -inf, l = 0
             q_slot = q_consumer.wait_and_advance()
+            unseen = ops.unseen_blocks(tile)  # past every key that this warpgroup's rows see
+            for _ in range(unseen):
+                k_slot = k_consumer.wait_and_advance()
+                k_slot.release()
+                v_slot = v_consumer.wait_and_advance()
+                v_slot.release()
             k_slot = k_consumer.wait_and_advance()
             s_first = ops.qk(q_slot, k_slot)  # S = Q K^T, last block
             ops.wait_mma(0)
             k_slot.release()
-            ops.softmax_first(tile, tile.n_blocks - 1, s_first)  # P = exp(S - m), l
+            ops.softmax_first(tile, tile.n_blocks - 1 - unseen, s_first)  # P = exp(S - m), l
             ops.convert_p(s_first)
             for phase in ops.phases(tile):  # masked blocks, then the others
                 for i in range(phase.begin, phase.end):

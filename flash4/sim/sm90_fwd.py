@@ -1,0 +1,255 @@
+"""The Hopper forward on a CPU: its own roles and tile schedule, with verbs in NumPy.
+
+Arithmetic is float32, rounded to 16 bit where the kernel rounds. A warpgroup has 64 rows, of which each warp has 16:
+a warp decides for all its rows whether their softmax shift moves, as in the kernel.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flash4.common.dsl import plain
+from flash4.common.geometry import ceil_div
+from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
+from flash4.common.tiles import Grid, TileSchedule
+from flash4.ops import TINY_SCALE
+from flash4.sim.machine import Accumulator, Barrier, End, Machine, Memory, MmaQueue, Ring, Turn
+from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS, ForwardConfig
+from flash4.sm90.fwd_ops import Phase
+from flash4.sm90.fwd_roles import ForwardRoles
+
+WARP_ROWS = 16
+MMA_K = 16  # columns of A that one WGMMA multiplies
+
+
+def round_to_16_bit(x: np.ndarray, bf16: bool) -> np.ndarray:
+    """Round float32 to the nearest bfloat16 or float16, ties to even; the result is float32."""
+    x = np.asarray(x, np.float32)
+    if not bf16:
+        return x.astype(np.float16).astype(np.float32)
+    bits = x.view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
+    return np.where(np.isnan(x), x, rounded.view(np.float32))
+
+
+def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return a b in steps of ``MMA_K``: like the hardware, and too small for BLAS to spread over slow threads."""
+    steps = range(0, a.shape[1], MMA_K)
+    return sum(a[:, i : i + MMA_K] @ b[i : i + MMA_K] for i in steps)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the kernel: tensors as in ``simulate_forward``, and what is derived from them."""
+
+    config: ForwardConfig
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    out: np.ndarray
+    lse: np.ndarray
+    scale_log2: np.float32
+    tiles: TileSchedule
+
+    def places(self, tile, rows: range):
+        """(queries, heads, whether they exist) of rows of a tile."""
+        pack, ratio = self.config.pack, self.q.shape[2] // self.k.shape[2]
+        row = np.array(rows)
+        query, head = (
+            tile.m_block * self.config.tile_q + row // pack,
+            tile.group * pack + row % pack,
+        )
+        return query, tile.head_kv * ratio + head, (query < self.tiles.seqlen_q) & (head < ratio)
+
+
+class LoadOps:
+    """Verbs of the ``load`` role."""
+
+    def __init__(self, call: Call):
+        self._call = call
+
+    def load_q(self, tile, slot):
+        """Fill a Q slot with the tile's queries."""
+        c = self._call.config
+        query, head, exists = self._call.places(tile, range(c.tile_m))
+        self._fill(
+            slot,
+            (c.tile_m, c.tile_d),
+            exists,
+            self._call.q[tile.batch, query[exists], head[exists]],
+        )
+
+    def load_k(self, tile, n_block, slot):
+        """Fill a K slot with block ``n_block``."""
+        self._load(self._call.k, self._call.config.tile_d, tile, n_block, slot)
+
+    def load_v(self, tile, n_block, slot):
+        """Fill a V slot with block ``n_block``."""
+        self._load(self._call.v, self._call.config.tile_dv, tile, n_block, slot)
+
+    def _load(self, x, width, tile, n_block, slot):
+        tile_n = self._call.config.tile_n
+        rows = x[tile.batch, n_block * tile_n : (n_block + 1) * tile_n, tile.head_kv]
+        self._fill(slot, (tile_n, width), slice(len(rows)), rows)
+
+    def _fill(self, slot, shape, where, rows):
+        block = np.zeros(shape, np.float32)  # TMA fills with zeros
+        block[where, : rows.shape[1]] = rows
+        slot.fill(block, block.size * ELEMENT_BYTES)
+
+
+class MmaOps:
+    """Verbs of the ``mma`` role, for one warpgroup; all share the memory ``o`` and the barrier ``q_read``."""
+
+    def __init__(self, machine: Machine, call: Call, group: int, o: Memory, q_read: Barrier):
+        self._machine, self._call, self._config, self._group = machine, call, call.config, group
+        self._rows = range(group * MMA_ROWS, (group + 1) * MMA_ROWS)
+        self._sO, self._q_read, self._queue = o, q_read, MmaQueue(machine)
+        self._p = np.full((MMA_ROWS, call.config.tile_n), np.nan, np.float32)
+        self._lengths = call.tiles.seqlen_q, call.tiles.seqlen_k
+        self._stores = 0  # in flight
+        self.o_borrows_q = call.config.o_borrows_q
+
+    def unseen_blocks(self, tile):
+        """Blocks, counted from the tile's last, that none of this warpgroup's rows sees."""
+        c = self._config
+        last = self._first_query(tile) + MMA_ROWS // c.pack - 1
+        return tile.n_blocks - c.blocks.until(last, *self._lengths) if c.skip else 0
+
+    def phases(self, tile):
+        """Blocks after the first one that is seen: those that need a mask, then the others."""
+        c, first = self._config, self.unseen_blocks(tile) + 1
+        if not c.causal:
+            return (Phase(first, tile.n_blocks, False),)
+        query = self._first_query(tile) if c.skip else tile.m_block * c.tile_q
+        cut = max(tile.n_blocks - c.blocks.unmasked(query, *self._lengths), first)
+        return (Phase(first, cut, True), Phase(cut, tile.n_blocks, False))
+
+    def _first_query(self, tile):
+        return tile.m_block * self._config.tile_q + self._rows.start // self._config.pack
+
+    def begin(self, tile):
+        """O = 0, shift = -inf, l = 0."""
+        self._o = Accumulator((MMA_ROWS, self._config.tile_dv), 0.0)
+        self._shift = np.full(MMA_ROWS, -np.inf, np.float32)
+        self._limit, self._total = np.zeros((2, MMA_ROWS), np.float32)
+
+    def qk(self, q_slot, k_slot):
+        """Issue S = Q K^T into a fresh accumulator."""
+        s = Accumulator((MMA_ROWS, self._config.tile_n))
+        self._queue.issue(s, lambda q, k: matmul(q[self._rows], k.T), (q_slot, k_slot), False)
+        return s
+
+    def pv(self, v_slot):
+        """Issue O += P V."""
+        self._queue.issue(self._o, lambda v: matmul(self._p, v), (v_slot,), True)
+
+    def wait_mma(self, pending):
+        """Wait until at most ``pending`` MMAs are in flight."""
+        self._queue.wait(pending)
+
+    def softmax_first(self, tile, n_block, s):
+        """As ``softmax``, for the first block of a tile."""
+        self._limit[:] = -np.inf
+        self.softmax(tile, n_block, s, True)
+
+    def softmax(self, tile, n_block, s, masked):
+        """Move the shift if it must; P = exp2(scale_log2 S - shift), l += rowsum P."""
+        c, scale, s = self._config, self._call.scale_log2, s.values
+        if c.negate:
+            np.negative(s, out=s)
+        if masked:
+            queries = self._call.places(tile, self._rows)[0].tolist()
+            ends = [c.blocks.key_end(query, *self._lengths) for query in queries]
+            s[n_block * c.tile_n + np.arange(c.tile_n) >= np.array(ends)[:, None]] = -np.inf
+        outgrown = (s.max(1) > self._limit) | np.signbit(self._limit)
+        move = np.repeat(outgrown.reshape(-1, WARP_ROWS).any(1), WARP_ROWS)
+        old = self._shift
+        self._shift = np.where(move, np.maximum(old, s.max(1) * scale), old)
+        finite = np.where(self._shift == -np.inf, 0, self._shift)
+        self._limit = np.where(move, (self._shift + RESCALE_THRESHOLD_LOG2) / scale, self._limit)
+        self._correction = np.where(move, np.exp2(old - finite), 1)
+        s[:] = np.exp2(s * scale - (finite if masked else self._shift)[:, None])
+        self._total = self._total * self._correction + s.sum(1)
+
+    def convert_p(self, s):
+        """Round P to 16 bit into the operand of P V."""
+        self._p[:] = round_to_16_bit(s.values, self._config.bf16)
+
+    def rescale_o(self):
+        """Let O follow a moved shift."""
+        self._o.values[:] *= self._correction[:, None]
+
+    def store(self, tile):
+        """O / l and LSE = ln 2 (shift + log2 l); a row without keys gives 0 and -inf."""
+        call, empty = self._call, self._total == 0
+        lse = np.where(empty, -np.inf, (self._shift + np.log2(self._total)) * np.float32(LN2))
+        o = np.where(empty[:, None], 0, self._o.values / self._total[:, None])
+        query, head, exists = call.places(tile, self._rows)
+        call.lse[tile.batch, head[exists], query[exists]] = lse[exists]
+        self._q_read.sync() if self.o_borrows_q else self.wait_store()
+        self._sO.write(self._group, round_to_16_bit(o, self._config.bf16))
+
+        def land():
+            o = self._sO.arrays[self._group][exists, : call.out.shape[3]]
+            call.out[tile.batch, query[exists], head[exists]] = o
+            self._stores -= 1
+
+        self._stores += 1
+        self._machine.start_copy(land)
+
+    def wait_store(self):
+        """Wait until this warpgroup's stores have read their shared memory."""
+        self._machine.until(lambda: self._stores == 0, lambda: "its store of O")
+
+
+def simulate_forward(
+    config: ForwardConfig, q, k, v, softmax_scale: float, workers=2, seed=0, roles=ForwardRoles
+) -> tuple[np.ndarray, np.ndarray]:
+    """Run the kernel's roles on every tile of a problem.
+
+    Args:
+        config: of the kernel; its ``causal`` and ``negate`` are part of the problem.
+        q: (batch, seqlen_q, heads, head_dim), float32 holding 16-bit values.
+        k: (batch, seqlen_k, heads_kv, head_dim).
+        v: (batch, seqlen_k, heads_kv, head_dim_v).
+        softmax_scale: of the sign that ``config.negate`` says.
+        workers: CTAs that share the tiles.
+        seed: decides whatever the schedule leaves open, and the heads per section.
+        roles: class of the role functions.
+
+    Returns:
+        (out, lse), float32; out holds 16-bit values.
+
+    Raises:
+        Hazard: the schedule deadlocks or breaks a rule of the hardware.
+    """
+    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, head_dim_v) = q.shape, v.shape
+    groups = ceil_div(heads // heads_kv, config.pack)
+    grid = Grid(ceil_div(seqlen_q, config.tile_q), groups, heads_kv, batch)
+    workers, section = min(workers, grid.total), 1 + seed % grid.head_count
+    out = np.full((batch, seqlen_q, heads, head_dim_v), np.nan, np.float32)
+    lse = np.full((batch, heads, seqlen_q), np.nan, np.float32)
+    scale_log2 = np.float32((abs(softmax_scale) or TINY_SCALE) * LOG2E)
+    for worker in range(workers):
+        tiles = TileSchedule(config.blocks, grid, section, worker, workers, seqlen_q, seqlen_k)
+        _run_cta(Call(config, q, k, v, out, lse, scale_log2, tiles), seed + worker, roles)
+    return out, lse
+
+
+def _run_cta(call: Call, seed: int, roles):
+    """Run the roles of one CTA to their ends."""
+    config, machine, schedule = call.config, Machine(seed), roles()
+    count = config.mma_warpgroups
+    rings = [Ring(machine, spec, count) for spec in config.graph.rings]
+    o, q_read = Memory(count), Barrier(machine, "q read", count)
+    if config.o_borrows_q:
+        o.overlaps, rings[0].memory.overlaps = [rings[0].memory], [o]
+    turns = [Barrier(machine, f"turn[{i}]", 2) for i in range(count) if config.turns and count > 1]
+    ends = [End(ring) for ring in rings]
+    machine.spawn("load", plain(roles.load), schedule, LoadOps(call), call.tiles, *ends)
+    for group in range(count):
+        ends, turn = [End(ring) for ring in rings], Turn(turns, group)
+        ops = MmaOps(machine, call, group, o, q_read)
+        machine.spawn(f"mma[{group}]", plain(roles.mma), schedule, ops, call.tiles, *ends, turn)
+    machine.run()
