@@ -2,12 +2,13 @@
 
 import inspect
 import math
+import operator
 
 import torch
 
 from flash4 import ops
 from flash4.dispatch import Plan
-from flash4.problem import check_tensors
+from flash4.problem import check_scale, check_tensors
 
 __all__ = ["explain", "flash_attn_func"]
 
@@ -41,7 +42,9 @@ def _refuse_unbuilt(**keywords):
     """Raise NotImplementedError for the first keyword that asks for something that is not built yet."""
     for name, value in keywords.items():
         neutral = _NEUTRAL[name]
-        if isinstance(value, torch.Tensor) or value not in neutral:
+        if value is None and None in neutral:
+            continue
+        if not isinstance(value, (bool, int, float)) or value not in neutral:
             raise NotImplementedError(
                 f"flash4 does not support {name} yet; leave it at {neutral[0]!r}"
             )
@@ -52,15 +55,17 @@ def _window_causal(causal: bool, window_size) -> bool:
 
     Raises:
         NotImplementedError: for a window that is limited in another way.
-        ValueError: not a pair.
+        ValueError: not a pair of int or None.
     """
+    if window_size == (None, None):
+        return bool(causal)
     try:
-        left, right = (None if side in (None, -1) else int(side) for side in window_size)
+        left, right = (side if side is None else operator.index(side) for side in window_size)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"window_size must be a pair (left, right) of int or None, got {window_size!r}"
         ) from error
-    if left is not None or right not in (None, 0):
+    if left not in (None, -1) or right not in (None, -1, 0):
         raise NotImplementedError(
             f"flash4 does not support window_size={window_size!r} yet; "
             "supported are (None, None) and (None, 0), which is causal"
@@ -68,20 +73,34 @@ def _window_causal(causal: bool, window_size) -> bool:
     return bool(causal) or right == 0
 
 
+def _overlaps(shape, strides) -> bool:
+    """Whether elements of a tensor may share memory: a stride that does not clear what lies inside it."""
+    extent = 1
+    for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
+        if stride < extent:
+            return True
+        extent = stride * (size - 1) + extent
+    return False
+
+
 def _check_out(out, q, v):
     """Check a caller's output buffer.
 
     Raises:
+        TypeError: not a tensor.
         ValueError: wrong shape, dtype, device, or strides that TMA cannot address.
     """
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out must be a torch.Tensor, got {type(out).__name__}")
     shape = (*q.shape[:3], v.shape[3])
     if tuple(out.shape) != shape or out.dtype != q.dtype or out.device != q.device:
         raise ValueError(
-            f"out must be {shape}, {q.dtype}, on {q.device}; got {tuple(out.shape)}, {out.dtype}, on {out.device}"
+            f"out must be {shape}, {q.dtype}, on {q.device}; "
+            f"got {tuple(out.shape)}, {out.dtype}, on {out.device}"
         )
     obstacle = ops.layout_obstacle(out)
-    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        obstacle = "several of its elements share memory"
+    if obstacle is None and _overlaps(out.shape, out.stride()):
+        obstacle = f"with strides {out.stride()} some of its elements share memory"
     if obstacle is not None:
         raise ValueError(f"out cannot be written in place: {obstacle}")
 
@@ -122,7 +141,7 @@ def flash_attn_func(
             where TMA cannot address them (``explain`` says so). head_dim is a multiple of 8 up to 256.
         k: (batch, seqlen_k, heads_kv, head_dim); heads_kv divides heads_q.
         v: (batch, seqlen_k, heads_kv, head_dim_v); head_dim_v is a multiple of 8 up to 256.
-        softmax_scale: any finite number; default 1 / sqrt(head_dim).
+        softmax_scale: any number from -1e30 to 1e30; default 1 / sqrt(head_dim).
         causal: mask keys after the query's own position.
         window_size: (left, right) keys around the query's own position, inclusive; None or -1 is no limit. Only the
             unlimited window and (None, 0), which is causal, are supported yet.
@@ -174,7 +193,11 @@ def flash_attn_func(
         raise ValueError(
             f"q, k and v must be on a CUDA device, got {q.device}; flash4.reference runs anywhere"
         )
-    scale = default_scale(q) if softmax_scale is None else float(softmax_scale)
+    if softmax_scale is None:
+        scale = default_scale(q)
+    else:
+        scale = float(softmax_scale)
+        check_scale(scale)
     if out is None:
         out, lse = ops.forward(q, k, v, scale, causal, pack_gqa)
     else:
@@ -207,6 +230,7 @@ def explain(q, k, v, *, arch=None, **keywords) -> Plan:
     bound.apply_defaults()
     arguments = bound.arguments
     _refuse_unbuilt(**{name: arguments[name] for name in _NEUTRAL})
+    check_tensors(q, k, v)
     if q.is_cuda and arch is None:
         arch, workers = ops.device_facts(q.device.index)
     else:

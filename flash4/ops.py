@@ -9,7 +9,7 @@ from flash4.dispatch import Plan, architecture, plan_forward
 from flash4.jit.cache import CACHE
 from flash4.problem import AttentionProblem
 
-# Stands for a softmax scale of 0: scores vanish beside it, and -inf (masked) times it is still -inf.
+# Stands for softmax scales below it, 0 too: scores vanish, and -inf (masked) times it is still -inf.
 TINY_SCALE = 1e-30
 ALIGNMENT = 16  # bytes; of addresses and strides that TMA takes
 MAX_LAUNCHES = 8_192
@@ -50,7 +50,9 @@ def stride_obstacle(shape, strides, element_size: int) -> str | None:
 def layout_obstacle(x) -> str | None:
     """Why TMA cannot address a tensor as it lies, or None."""
     obstacle = stride_obstacle(x.shape, x.stride(), x.element_size())
-    if obstacle is None and x.device.type != "meta" and x.data_ptr() % ALIGNMENT:
+    # A meta tensor has no address: say what would hold if its storage began at an aligned one.
+    address = x.storage_offset() * x.element_size() if x.is_meta else x.data_ptr()
+    if obstacle is None and address % ALIGNMENT:
         obstacle = f"its first element is not {ALIGNMENT}-byte aligned"
     return obstacle
 
@@ -80,9 +82,7 @@ def addressable(x):
 
 def empty_output(q, head_dim_v: int):
     """Output for q: (batch, seqlen_q, heads_q, head_dim_v), in q's memory order of heads and queries."""
-    batch, seqlen, heads, head_dim = q.shape
-    if head_dim == head_dim_v and q.is_contiguous():
-        return torch.empty_like(q)
+    batch, seqlen, heads, _ = q.shape
     if q.stride(1) < q.stride(2) and q.transpose(1, 2).is_contiguous():
         return q.new_empty((batch, heads, seqlen, head_dim_v)).transpose(1, 2)
     return q.new_empty((batch, seqlen, heads, head_dim_v))
@@ -126,7 +126,7 @@ def run_forward(q, k, v, out, softmax_scale: float, causal: bool, pack_gqa: bool
         lse.fill_(float("-inf"))
         return lse
     tensors = (addressable(q), addressable(k), addressable(v), addressable_out(out), lse)
-    scale = abs(softmax_scale) or TINY_SCALE
+    scale = max(abs(softmax_scale), TINY_SCALE)
     if q.device.index == torch.cuda.current_device():
         launch.function(tensors, scale, launch.section, launch.workers)
     else:

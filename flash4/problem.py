@@ -8,6 +8,7 @@ import torch
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIM_STEP = 8  # 16 bytes: the granularity of TMA and of cp.async
 MAX_HEAD_DIM = 256
+MAX_SCALE = 1e30
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,7 @@ class AttentionProblem:
         """
         check_tensors(q, k, v)
         check_sizes(q, k, v)
-        if not math.isfinite(softmax_scale):
-            raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
+        check_scale(softmax_scale)
         return cls(
             dtype=q.dtype,
             batch=q.shape[0],
@@ -115,6 +115,20 @@ def check_tensors(q, k, v):
             raise ValueError(
                 f"q, k and v must be on one device, got q on {q.device} and {name} on {x.device}"
             )
+
+
+def check_scale(softmax_scale: float):
+    """Check the softmax scale.
+
+    Raises:
+        ValueError: not finite, or so large that scaled scores would leave float32.
+    """
+    if not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
+    if abs(softmax_scale) > MAX_SCALE:
+        raise ValueError(
+            f"softmax_scale is {softmax_scale}; supported is up to {MAX_SCALE} either way"
+        )
 
 
 def check_sizes(q, k, v):

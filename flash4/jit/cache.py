@@ -104,34 +104,36 @@ class KernelCache:
 
     def _compile_to(self, path: Path, key):
         compiled = self._compile(key)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        os.close(handle)
         try:
-            if jit_compile.link(compiled, Path(temporary)):
-                seal(Path(temporary))
-                os.replace(temporary, path)
+            handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+            os.close(handle)
+            temporary = Path(name)
+            try:
+                if jit_compile.link(compiled, temporary):
+                    seal(temporary)
+                    os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
         except OSError as error:
             self._warn(path.parent, error)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
         return compiled
 
     def _folder(self) -> Path | None:
         """Folder of this user's entries, created with mode 0700; None where it cannot be trusted or used."""
-        folder = cache_dir()
+        folder = "the user's cache folder"
         try:
+            folder = cache_dir()
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if folder.stat().st_uid != os.getuid():
                 raise PermissionError(f"{folder} belongs to another user")
             if not os.access(folder, os.W_OK):
                 raise PermissionError(f"{folder} is not writable")
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
             self._warn(folder, error)
             return None
         return folder
 
-    def _warn(self, folder: Path, error: OSError):
+    def _warn(self, folder: Path | str, error: Exception):
         if not self._warned:
             self._warned = True
             warnings.warn(

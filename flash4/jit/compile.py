@@ -7,9 +7,11 @@ kernels in the disk cache never imports it.
 import importlib
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
 ENTRY = "flash4_launch"  # exported function of every compiled kernel
+_COMPILING = threading.Lock()  # the DSL traces one function at a time
 
 
 def load_kernel(kernel: str, config):
@@ -38,8 +40,13 @@ def compile_kernel(kernel: str, config, arch: str, dump_dir: str | None = None):
     Raises:
         RuntimeError: the DSL could not compile it; the message names kernel, config and versions.
     """
-    import cutlass.cute as cute
+    with _COMPILING:
+        import cutlass.cute as cute
 
+        return _compile(cute, kernel, config, arch, dump_dir)
+
+
+def _compile(cute, kernel, config, arch, dump_dir):
     options = f"--enable-tvm-ffi --gpu-arch {arch}"
     if dump_dir is not None:
         options += f" --keep-ptx --keep-cubin --dump-dir {dump_dir}"

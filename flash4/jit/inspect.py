@@ -77,7 +77,8 @@ def disassemble(cubin: Path) -> str:
         RuntimeError: it cannot read the cubin.
     """
     tool = find_nvdisasm()
-    result = subprocess.run([tool, cubin], capture_output=True, text=True, check=False)
+    command = [tool, "--no-dataflow", cubin]  # what it would add is comments
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise RuntimeError(f"{tool} cannot read {cubin}: {result.stderr.strip()}")
     return result.stdout

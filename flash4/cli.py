@@ -1,0 +1,188 @@
+"""The command line: see a kernel's plan, pipeline and machine code, and watch it run."""
+
+import argparse
+import dataclasses
+import tempfile
+from pathlib import Path
+
+import torch
+
+import flash4
+from flash4.dispatch import FORWARD_KERNELS
+from flash4.interface import default_scale
+from flash4.problem import AttentionProblem
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, 1 for a check that failed, 2 for a request that cannot be served."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (ValueError, NotImplementedError, OSError, RuntimeError) as error:
+        causes = [str(error)] + ([str(error.__cause__)] if error.__cause__ else [])
+        parser.exit(2, f"{parser.prog}: {': '.join(causes)}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m flash4",
+        description="Exact attention for NVIDIA GPUs, written in the CuTe DSL. Every command works without a GPU.",
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    problem, kernel = _problem_options(), _kernel_options()
+
+    def add(name, run, text, *parents):
+        command = commands.add_parser(name, help=text, description=text, parents=parents)
+        command.set_defaults(run=run)
+        return command
+
+    add("demo", demo, "compute attention, check it, and show how it was done; under a minute")
+    explained = add("explain", explain, "say which kernel serves a call, and why", problem)
+    explained.add_argument("--arch", default="sm_90a", help="target; default: sm_90a")
+    add("describe", describe, "print a kernel's config, roles, rings and memory", kernel, problem)
+    sass = add("sass", disassemble, "compile a kernel and count its machine code", kernel, problem)
+    sass.add_argument("--dump-dir", type=Path, help="write PTX, cubin and SASS to this folder")
+    return parser
+
+
+def _problem_options() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(add_help=False)
+    group = options.add_argument_group("the call")
+    for name, default, text in (
+        ("--batch", 4, "batch entries"),
+        ("--seqlen-q", 4096, "queries per entry"),
+        ("--seqlen-k", None, "keys per entry; default: as many as queries"),
+        ("--heads", 16, "query heads"),
+        ("--heads-kv", None, "KV heads; default: as many as query heads"),
+        ("--head-dim", 128, "of queries and keys"),
+        ("--head-dim-v", None, "of values; default: that of queries"),
+    ):
+        text += "" if default is None else f"; default: {default}"
+        group.add_argument(name, type=int, default=default, metavar="N", help=text)
+    group.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
+    group.add_argument("--causal", action="store_true", help="bottom-right causal mask")
+    group.add_argument(
+        "--softmax-scale", type=float, metavar="X", help="default: 1 / sqrt(head_dim)"
+    )
+    group.add_argument(
+        "--pack-gqa",
+        action=argparse.BooleanOptionalAction,
+        help="query heads of a KV head share tiles; default: what needs fewer tiles",
+    )
+    return options
+
+
+def _kernel_options() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(add_help=False)
+    names = [name for name, *_ in FORWARD_KERNELS]
+    options.add_argument("kernel", choices=names, help="name of the kernel")
+    return options
+
+
+def meta_tensors(arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of the call that the options describe, without memory."""
+    a = arguments
+    seqlen_k = a.seqlen_q if a.seqlen_k is None else a.seqlen_k
+    heads_kv = a.heads if a.heads_kv is None else a.heads_kv
+    head_dim_v = a.head_dim if a.head_dim_v is None else a.head_dim_v
+    shapes = (
+        (a.batch, a.seqlen_q, a.heads, a.head_dim),
+        (a.batch, seqlen_k, heads_kv, a.head_dim),
+        (a.batch, seqlen_k, heads_kv, head_dim_v),
+    )
+    return tuple(torch.empty(shape, dtype=DTYPES[a.dtype], device="meta") for shape in shapes)
+
+
+def demo(arguments) -> int:
+    """``demo``."""
+    from flash4 import demo as demonstration
+
+    return demonstration.run()
+
+
+def explain(arguments) -> int:
+    """``explain``."""
+    plan = flash4.explain(
+        *meta_tensors(arguments),
+        arch=arguments.arch,
+        softmax_scale=arguments.softmax_scale,
+        causal=arguments.causal,
+        pack_gqa=arguments.pack_gqa,
+    )
+    print(plan)
+    return 0
+
+
+def _configure(arguments):
+    """(kernel class as "module:class", target, config, reasons) of the named kernel for the call.
+
+    Raises:
+        NotImplementedError: the kernel cannot run the call.
+    """
+    _, kernel, arch, module = next(k for k in FORWARD_KERNELS if k[0] == arguments.kernel)
+    q, k, v = meta_tensors(arguments)
+    scale = arguments.softmax_scale
+    problem = AttentionProblem.from_tensors(
+        q,
+        k,
+        v,
+        softmax_scale=default_scale(q) if scale is None else scale,
+        causal=arguments.causal,
+        pack_gqa=arguments.pack_gqa,
+    )
+    reason = module.can_implement(problem)
+    if reason is not None:
+        raise NotImplementedError(f"{arguments.kernel} cannot run this call: {reason}")
+    return kernel, arch, *module.choose_config(problem)
+
+
+def describe(arguments) -> int:
+    """``describe``."""
+    kernel, arch, config, reasons = _configure(arguments)
+    print(f"{arguments.kernel} for {arch}: {kernel}\n\nconfig")
+    for field in dataclasses.fields(config):
+        print(f"  {field.name:8} {getattr(config, field.name)}")
+    for reason in reasons:
+        print(f"  because {reason}")
+    print("\npipeline")
+    for line in config.graph.diagram().splitlines():
+        print(f"  {line}")
+    print(f"\n{config.graph.table()}")
+    return 0
+
+
+def disassemble(arguments) -> int:
+    """``sass``."""
+    from flash4.jit import inspect
+    from flash4.jit.compile import compile_kernel
+
+    inspect.find_nvdisasm()  # fails before the seconds that compiling takes
+    kernel, arch, config, _ = _configure(arguments)
+    print(f"compiling {kernel} for {arch}: {config}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        compile_kernel(kernel, config, arch, folder)
+        (cubin,), (ptx,) = (list(Path(folder).glob(f"*.{kind}")) for kind in ("cubin", "ptx"))
+        sass = inspect.disassemble(cubin)
+        dumps = {"ptx": ptx.read_bytes(), "cubin": cubin.read_bytes(), "sass": sass.encode()}
+    found = inspect.count_resources(sass)
+    for name, count in (
+        ("registers at launch", found.registers),
+        ("instructions", found.instructions),
+        ("HGMMA", found.hgmma),
+        ("WARPGROUP.DEPBAR", found.waits),
+        ("MUFU.EX2", found.exp2),
+        ("LDL", found.spill_loads),
+        ("STL", found.spill_stores),
+        ("MMAs serialised", "yes" if found.serialised else "no"),
+    ):
+        print(f"{name:20} {count:>8}")
+    if arguments.dump_dir is not None:
+        arguments.dump_dir.mkdir(parents=True, exist_ok=True)
+        for kind, content in dumps.items():
+            path = arguments.dump_dir / f"{arguments.kernel}.{kind}"
+            path.write_bytes(content)
+            print(f"wrote {path}")
+    return 0

@@ -1,0 +1,213 @@
+"""Random problems through the public function, against the reference, element by element.
+
+With pytest a few of them, drawn by Hypothesis, which shrinks what fails. As a script many of them,
+all kernels compiled beforehand in parallel::
+
+    python -m tests.gpu.test_fuzz --n 1000 --seed 1 --workers 14
+
+Every failure is printed as the command that repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+import hypothesis
+import torch
+from hypothesis import strategies as st
+
+import flash4
+from flash4.dispatch import architecture
+from tests.checks import assert_forward_close, guarded
+from tests.strategies import Problem, problems, random_problems
+
+DEVICE = "cuda"
+HANG_SECONDS = 120
+EXAMPLES = max(1, hypothesis.settings().max_examples // 5)  # each may compile a kernel
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a run.
+
+    Attributes:
+        problem: what is called.
+        seed: of its tensors.
+        in_place: write into a guarded, NaN-filled buffer.
+    """
+
+    problem: Problem
+    seed: int
+    in_place: bool
+
+    def __str__(self) -> str:
+        place = " --in-place" if self.in_place else ""
+        return f'python -m tests.gpu.test_fuzz --problem "{self.problem}" --seed {self.seed}{place}'
+
+    def check(self, device: str = DEVICE) -> None:
+        """Run it.
+
+        Raises:
+            AssertionError: out or lse is wrong, or memory beside out was written.
+        """
+        problem = self.problem
+        inputs = problem.tensors(device, self.seed)
+        keywords = {**problem.keywords, "return_lse": True}
+        if self.in_place:
+            shape = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v)
+            buffer = guarded(shape, problem.dtype, device)
+            out, lse = flash4.flash_attn_func(*inputs, out=buffer.tensor, **keywords)
+            assert out is buffer.tensor
+            buffer.check(written=True)
+        else:
+            out, lse = flash4.flash_attn_func(*inputs, **keywords)
+        assert out.dtype == problem.dtype and lse.dtype == torch.float32
+        assert_forward_close(out, lse, inputs, **problem.keywords)
+
+
+@hypothesis.settings(max_examples=EXAMPLES)
+@hypothesis.given(problems(), st.integers(0, 2**32 - 1), st.booleans())
+def test_random_problems(problem: Problem, seed: int, in_place: bool):
+    Case(problem, seed, in_place).check()
+
+
+def random_cases(n: int, seed: int) -> list[Case]:
+    """Make n cases, half of them in place; the tensors of case i have the seed `seed + i`."""
+    return [
+        Case(problem, seed + i, in_place=i % 2 == 1)
+        for i, problem in enumerate(random_problems(n, seed))
+    ]
+
+
+def kernel_key(problem: Problem, arch: str) -> tuple[str, object, str]:
+    """Return what the kernel cache is asked for: kernel, config and architecture."""
+    q, k, v = (
+        torch.empty(problem.batch, seqlen, heads, head_dim, dtype=problem.dtype, device="meta")
+        for seqlen, heads, head_dim in (
+            (problem.seqlen_q, problem.heads, problem.head_dim),
+            (problem.seqlen_k, problem.heads_kv, problem.head_dim),
+            (problem.seqlen_k, problem.heads_kv, problem.head_dim_v),
+        )
+    )
+    plan = flash4.explain(q, k, v, arch=arch, **problem.keywords)
+    return plan.kernel, plan.config, plan.arch
+
+
+def compile_one(key: tuple[str, object, str]) -> None:
+    """Put a kernel into the disk cache; runs in a process of its own, which never touches the GPU."""
+    from flash4.jit.cache import CACHE
+
+    CACHE.get(*key)
+
+
+def compile_all(keys: Iterable[tuple[str, object, str]], workers: int) -> int:
+    """Compile kernels in parallel, and print those that do not compile; returns their number."""
+    failures = 0
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        jobs = {pool.submit(compile_one, key): key for key in keys}
+        for job in as_completed(jobs):
+            error = job.exception()
+            if error is not None:
+                failures += 1
+                print(f"DOES NOT COMPILE {jobs[job]}: {one_line(error)}", flush=True)
+    return failures
+
+
+def one_line(error: BaseException) -> str:
+    """Type and message of an error and of its causes."""
+    parts = []
+    while error is not None:
+        parts.append(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
+        error = error.__cause__
+    return " <- ".join(parts)
+
+
+class Watchdog:
+    """Ends the process, with the command that repeats it, when a case hangs."""
+
+    def __init__(self, seconds: float = HANG_SECONDS):
+        self.seconds, self.timer = seconds, None
+
+    def watch(self, case: Case | None) -> None:
+        """Start the clock for a case; None stops it."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        if case is not None:
+            self.timer = threading.Timer(self.seconds, self._expire, (case,))
+            self.timer.daemon = True
+            self.timer.start()
+
+    def _expire(self, case: Case) -> None:
+        print(f"HANGS for {self.seconds} s: {case}", flush=True)
+        os._exit(3)
+
+
+def device_is_lost(device: str) -> bool:
+    """Whether an earlier fault has made the GPU unusable for this process."""
+    try:
+        torch.ones(1, device=device).item()
+    except RuntimeError:
+        return True
+    return False
+
+
+def run_all(cases: list[Case], device: str = DEVICE) -> int:
+    """Run cases in this process and print those that fail; returns their number."""
+    failures, watchdog = 0, Watchdog()
+    for i, case in enumerate(cases):
+        watchdog.watch(case)
+        try:
+            case.check(device)
+        except Exception as error:
+            failures += 1
+            print(f"FAILS {case}\n      {one_line(error)}", flush=True)
+            if not isinstance(error, AssertionError) and device_is_lost(device):
+                traceback.print_exc()
+                print(f"the GPU is lost; {len(cases) - i - 1} problems were not run", flush=True)
+                failures += len(cases) - i - 1
+                break
+    watchdog.watch(None)
+    return failures
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.test_fuzz", description=__doc__)
+    parser.add_argument("--n", type=int, default=1000, help="number of problems")
+    parser.add_argument("--seed", type=int, default=0, help="of problems and tensors")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="compiling processes")
+    parser.add_argument("--problem", help="one problem instead, such as 'Problem(seqlen_q=3)'")
+    parser.add_argument("--in-place", action="store_true", help="with --problem: through out=")
+    options = parser.parse_args(arguments)
+
+    if options.problem:
+        problem = eval(options.problem, {"Problem": Problem, "torch": torch})
+        cases = [Case(problem, options.seed, options.in_place)]
+    else:
+        cases = random_cases(options.n, options.seed)
+    arch = architecture(torch.cuda.get_device_capability())
+    keys = list(dict.fromkeys(kernel_key(case.problem, arch) for case in cases))
+    start = time.perf_counter()
+    failures = compile_all(keys, max(1, min(options.workers, len(keys))))
+    compiled = time.perf_counter()
+    failures += run_all(cases)
+    finished = time.perf_counter()
+    print(
+        f"{len(cases)} problems, {failures} failures, {len(keys)} configs, "
+        f"compile {compiled - start:.0f} s, run {finished - compiled:.0f} s"
+    )
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""The first thing to run on a GPU: under a minute, compilations included, and a bit of everything."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flash4
+from tests.checks import assert_forward_close, guarded
+from tests.strategies import Problem
+
+DEVICE = "cuda"
+F16, BF16 = torch.float16, torch.bfloat16
+
+
+def check(problem: Problem, seed: int = 0) -> None:
+    """Compare out and lse with the reference; plainly, and in a guarded buffer with the same bits."""
+    inputs = problem.tensors(DEVICE, seed)
+    keywords = problem.keywords
+    out, lse = flash4.flash_attn_func(*inputs, return_lse=True, **keywords)
+    assert_forward_close(out, lse, inputs, **keywords)
+    buffer = guarded(tuple(out.shape), out.dtype, DEVICE)
+    written = flash4.flash_attn_func(*inputs, out=buffer.tensor, **keywords)
+    buffer.check(written=True)
+    assert written is buffer.tensor and torch.equal(written, out)
+    assert torch.equal(flash4.flash_attn_func(*inputs, **keywords), out), "return_lse changes out"
+
+
+SQUARE = dict(batch=2, heads_kv=2, seqlen_q=300, seqlen_k=300)
+D128 = dict(head_dim=128, head_dim_v=128, dtype=BF16)
+PROBLEMS = {
+    "d128 full": Problem(**D128, **SQUARE),
+    "d128 causal": Problem(**D128, **SQUARE, causal=True),
+    "d128 rows without keys": Problem(**D128, heads_kv=2, seqlen_q=517, seqlen_k=130, causal=True),
+    "d128 few queries": Problem(**D128, heads_kv=3, seqlen_q=5, seqlen_k=900, causal=True),
+    "d128 packed": Problem(**D128, heads_kv=2, ratio=5, seqlen_q=3, seqlen_k=257, causal=True),
+    "d128 scale 0": Problem(**D128, **SQUARE, softmax_scale=0.0),
+    "d128 tiny scale": Problem(**D128, **SQUARE, causal=True, softmax_scale=1e-42),
+    "d128 negative scale": Problem(**D128, **SQUARE, causal=True, softmax_scale=-0.1),
+    "d128 large scores": Problem(**D128, **SQUARE, causal=True, value_scale=30.0),
+    "d64 full": Problem(head_dim=64, head_dim_v=64, **SQUARE),
+    "d64 causal": Problem(
+        head_dim=64, head_dim_v=64, heads_kv=4, seqlen_q=129, seqlen_k=700, causal=True
+    ),
+    "d40 unaligned": Problem(
+        head_dim=40, head_dim_v=40, **SQUARE, layouts=("unaligned", "transposed", "interleaved")
+    ),
+    "d192 and 128": Problem(
+        head_dim=192,
+        head_dim_v=128,
+        dtype=BF16,
+        heads_kv=2,
+        seqlen_q=260,
+        seqlen_k=333,
+        causal=True,
+    ),
+    "d256 full": Problem(head_dim=256, head_dim_v=256, dtype=BF16, **SQUARE),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_against_the_reference(name: str):
+    check(PROBLEMS[name])
+
+
+def empty_problems() -> list[tuple[int, int, int, int]]:
+    """Batch, queries, keys and heads, each of them 0 once, and all of them."""
+    sizes = (2, 5, 7, 3)
+    return [tuple(0 if i == j else n for j, n in enumerate(sizes)) for i in range(4)] + [(0,) * 4]
+
+
+@pytest.mark.parametrize(("batch", "seqlen_q", "seqlen_k", "heads"), empty_problems())
+def test_empty_sizes(batch: int, seqlen_q: int, seqlen_k: int, heads: int):
+    q, k, v = (
+        torch.randn(batch, seqlen, heads, head_dim, device=DEVICE).to(BF16)
+        for seqlen, head_dim in ((seqlen_q, 128), (seqlen_k, 128), (seqlen_k, 64))
+    )
+    out, lse = flash4.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    assert out.shape == (batch, seqlen_q, heads, 64) and out.dtype == BF16 and (out == 0).all()
+    assert lse.shape == (batch, heads, seqlen_q) and (lse == -torch.inf).all()
+    buffer = torch.full_like(out, torch.nan)
+    assert flash4.flash_attn_func(q, k, v, out=buffer) is buffer and (buffer == 0).all()
+
+
+SMALL = PROBLEMS["d128 causal"]
+
+
+def test_another_stream():
+    """The launch waits for what its own stream does before, and not for the default stream."""
+    inputs = SMALL.tensors(DEVICE)
+    expected = flash4.flash_attn_func(*inputs, causal=True)
+    late = [torch.full_like(x, torch.nan) for x in inputs]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)  # some 50 ms
+        for x, y in zip(late, inputs, strict=True):
+            x.copy_(y)
+        out = flash4.flash_attn_func(*late, causal=True)
+    stream.synchronize()
+    assert torch.equal(out, expected)
+
+
+def test_torch_compile_makes_one_graph():
+    def attend(q, k, v):
+        out, lse = flash4.flash_attn_func(2 * q, k, v, causal=True, return_lse=True)
+        return out + 1, lse
+
+    inputs = SMALL.tensors(DEVICE)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled(*inputs), attend(*inputs), strict=True):
+        assert torch.equal(got, expected) and got.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("differentiable", range(3))
+def test_backward_is_refused(differentiable: int):
+    inputs = list(SMALL.tensors(DEVICE))
+    inputs[differentiable].requires_grad_()
+    out, lse = flash4.flash_attn_func(*inputs, causal=True, return_lse=True)
+    for loss in (out.sum(), lse.sum()):
+        with pytest.raises(NotImplementedError, match="backward"):
+            loss.backward()
+    with torch.no_grad():
+        assert not flash4.flash_attn_func(*inputs, causal=True).requires_grad
+
+
+def test_new_shapes_and_scales_do_not_compile():
+    from flash4.jit.cache import CACHE
+
+    check(SMALL)
+    before = CACHE.compiles
+    for seqlen_q, seqlen_k in ((1, 64), (64, 1), (128, 129), (1000, 77)):
+        for scale in (None, 0.3):
+            check(
+                Problem(
+                    **D128, heads_kv=2, seqlen_q=seqlen_q, seqlen_k=seqlen_k, causal=True,
+                    softmax_scale=scale,
+                )
+            )  # fmt: skip
+    assert CACHE.compiles == before
+
+
+def test_a_second_device_runs_its_own_launches():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    inputs = SMALL.tensors(DEVICE)
+    expected = flash4.flash_attn_func(*inputs, causal=True)
+    there = [x.to("cuda:1") for x in inputs]
+    out = flash4.flash_attn_func(*there, causal=True)  # while cuda:0 is the current device
+    assert out.device == there[0].device and torch.equal(out.cpu(), expected.cpu())
+    with pytest.raises(ValueError, match="one device"):
+        flash4.flash_attn_func(inputs[0], there[1], there[2])

@@ -1,0 +1,165 @@
+"""The command line: each command once in a process of its own, its answers to other options in this one."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from flash4 import cli, demo
+from flash4.sim import machine, sm90_fwd
+from flash4.sm90.fwd_config import ForwardConfig
+from tests.source_tree import ROOT
+
+
+def output(*command, timeout=60) -> str:
+    """Standard output of a Python command that must succeed and stay silent on the other stream."""
+    result = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "100"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert not result.stderr, result.stderr
+    return result.stdout
+
+
+@pytest.fixture
+def refused(capsys, monkeypatch):
+    """Run a command here that must fail with status 2; returns what it says."""
+
+    def run(*arguments) -> str:
+        monkeypatch.setenv("COLUMNS", "100")
+        with pytest.raises(SystemExit) as exit_:
+            cli.main([str(argument) for argument in arguments])
+        assert exit_.value.code == 2
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_help_names_the_commands():
+    text = output("-m", "flash4", "--help")
+    for command in ("demo", "explain", "describe", "sass"):
+        assert re.search(rf"^    {command} +\w", text, re.M), text
+
+
+def test_explain():
+    text = output("-m", "flash4", "explain", "--batch", 2, "--seqlen-q", 1000, "--seqlen-k", 3000,
+                  "--heads", 12, "--heads-kv", 4, "--head-dim", 192, "--head-dim-v", 128,
+                  "--dtype", "fp16", "--causal")  # fmt: skip
+    assert "sm90-fwd for sm_90a: batch 2, queries 1000, keys 3000, heads 12/4" in text
+    assert "head dim 192/128, float16, causal" in text
+    assert "bf16=False" in text and "because" in text and "copies nothing" in text
+
+
+def test_options_default_to_one_another(capsys):
+    assert cli.main(["explain", "--seqlen-q", "300", "--heads", "6", "--head-dim", "64"]) == 0
+    assert "queries 300, keys 300, heads 6/6, head dim 64/64" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [(), ("nothing",), ("describe",), ("describe", "sm10-fwd")])
+def test_wrong_usage(command, refused):
+    assert "usage: python -m flash4" in refused(*command)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--head-dim", 100), "head_dim of q and k is 100; supported are multiples of 8"),
+        (("--heads", 5, "--heads-kv", 2), "query heads must be a multiple of KV heads"),
+        (("--arch", "sm_35"), "sm90-fwd: runs on sm_90a, not sm_35"),
+        (("--seqlen-q", 0), "an empty problem"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(options, message, refused):
+    said = refused("explain", *options)
+    assert message in said and said.count("\n") == 1
+
+
+DESCRIBE = """
+import sys
+from flash4.cli import main
+assert main(["describe", "sm90-fwd", "--head-dim", "256", "--causal", "--softmax-scale", "-1"]) == 0
+heavy = {"cutlass", "greenlet", "flash4.sim"} & set(sys.modules)
+assert not heavy, f"imported {heavy}"
+"""
+
+
+def test_describe_needs_no_dsl():
+    text = output("-c", DESCRIBE)
+    for fact in (
+        "sm90-fwd for sm_90a: flash4.sm90.fwd:ForwardSm90",
+        "  tile_d   256",
+        "  causal   True",
+        "  negate   True",
+        "  load --[q x1 tma->warps]--> mma",
+        "of 65536",
+        "borrows q",
+        "with barriers",
+    ):
+        assert fact in text, text
+
+
+def test_sass(tmp_path):
+    folder = tmp_path / "made" / "here"
+    text = output("-m", "flash4", "sass", "sm90-fwd", "--head-dim", 64, "--dump-dir", folder)
+    for name in ("registers at launch", "instructions", "HGMMA", "WARPGROUP.DEPBAR", "MUFU.EX2"):
+        assert int(re.search(rf"^{re.escape(name)} +(\d+)$", text, re.M)[1]) > 0, text
+    for name in ("LDL", "STL"):
+        assert re.search(rf"^{name} +0$", text, re.M), text
+    assert re.search(r"^MMAs serialised +no$", text, re.M), text
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"sm90-fwd.ptx", "sm90-fwd.cubin", "sm90-fwd.sass"}
+    assert "HGMMA" in (folder / "sm90-fwd.sass").read_text("utf-8")
+
+
+def test_sass_without_its_tool_says_what_to_install(monkeypatch, refused):
+    monkeypatch.setattr("flash4.jit.inspect.NVDISASM_PACKAGE", "no-such-package")
+    monkeypatch.setenv("PATH", "")
+    assert "pip install no-such-package" in refused("sass", "sm90-fwd")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU sees")
+def test_demo():
+    """About 15 seconds: it compiles a kernel and simulates it."""
+    text = output("-m", "flash4", "demo", timeout=120)
+    for fact in (
+        "there is no CUDA GPU here",
+        "sm90-fwd for sm_90a",
+        "load --[q x1 tma->warps]--> mma",
+        "0 LDL, 0 STL",
+        "no spills, ok",
+        "Everything is as it should be.",
+    ):
+        assert fact in text, text
+    assert len(re.findall(r"largest error \S+, allowed \S+ .* ok$", text, re.M)) == demo.SEEDS
+
+
+@pytest.mark.parametrize(
+    ("owner", "verb", "message"),
+    [
+        (sm90_fwd.MmaOps, "rescale_o", r"CTAs: .* WRONG$"),
+        (machine.Slot, "commit", r"order 0: WRONG, load waits for .*; mma\[0\] waits for"),
+    ],
+    ids=["numbers", "deadlock"],
+)
+def test_demo_reports_a_broken_schedule(owner, verb, message, monkeypatch, capsys):
+    monkeypatch.setattr(owner, verb, lambda *_: None)
+    assert not demo.simulates_well(ForwardConfig(True, 128, 128, 128, 128, True))
+    assert re.search(message, capsys.readouterr().out, re.M)
+
+
+def test_demo_fails_if_a_check_fails(monkeypatch):
+    monkeypatch.setattr(demo, "gpu_obstacle", lambda: "it is looked away from")
+    monkeypatch.setattr(demo, "compiles_well", lambda plan: False)
+    monkeypatch.setattr(demo, "simulates_well", lambda config: True)
+    assert demo.run() == 1
+    monkeypatch.setattr(demo, "compiles_well", lambda plan: True)
+    assert demo.run() == 0

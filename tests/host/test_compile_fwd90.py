@@ -1,0 +1,216 @@
+"""The Hopper forward compiles for every kind of config that ships, within limits that are checked in.
+
+Registers, spills, waits and MMAs must be what config and schedule say. Instruction counts are those of one compiler;
+``fwd90_limits.json`` holds them, and ``python -m tests.host.test_compile_fwd90`` writes it anew after a change of the
+kernel that is meant to change them.
+"""
+
+import ast
+import inspect
+import json
+import multiprocessing
+import tempfile
+import textwrap
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from flash4.jit import compile as jit_compile
+from flash4.jit.inspect import Resources, count_resources, resources
+from flash4.problem import AttentionProblem
+from flash4.sm90.fwd_config import (
+    MMA_ROWS,
+    SMEM_ALIGN,
+    SMEM_LIMIT,
+    ForwardConfig,
+    choose_config,
+)
+from flash4.sm90.fwd_roles import ForwardRoles
+
+LIMITS = Path(__file__).with_name("fwd90_limits.json")
+SLACK = 1.01  # of the instruction counts
+WORKERS = 2
+REGISTER_FILE = 65_536
+MMA_K = 16  # columns of A that one WGMMA multiplies
+LONG = 16_384
+
+SQUARE = (64, 96, 128, 160, 192, 224, 256)
+MASKS = {"full": False, "causal": True}
+
+
+def config_for(head_dim, head_dim_v, causal, *, seqlen=4096, bf16=True, **changes):
+    """Config that a call gets, changed where a call may change it."""
+    dtype = torch.bfloat16 if bf16 else torch.float16
+    facts = AttentionProblem(dtype, 1, seqlen, seqlen, 1, 1, head_dim, head_dim_v, causal)
+    return replace(choose_config(facts)[0], **changes)
+
+
+def shipped() -> dict[str, ForwardConfig]:
+    """Configs to compile, by name."""
+    named = {
+        f"{d}/{d} {mask}": config_for(d, d, causal)
+        for d in SQUARE
+        for mask, causal in MASKS.items()
+    }
+    for d, dv, mask in (
+        (192, 128, "full"),
+        (192, 128, "causal"),
+        (128, 64, "causal"),
+        (64, 128, "full"),
+        (256, 64, "full"),
+        (64, 256, "causal"),
+    ):
+        named[f"{d}/{dv} {mask}"] = config_for(d, dv, MASKS[mask])
+    named["64/64 full, long"] = config_for(64, 64, False, seqlen=LONG)
+    named["64/64 full, fp16"] = config_for(64, 64, False, bf16=False)
+    named["128/128 causal, fp16"] = config_for(128, 128, True, bf16=False)
+    named["128/128 causal, pack 4"] = config_for(128, 128, True, pack=4)
+    named["128/128 full, negate"] = config_for(128, 128, False, negate=True)
+    return named
+
+
+CONFIGS = shipped()
+TOO_LARGE = ForwardConfig(True, 128, 256, tile_m=128, tile_n=128, causal=True, stages=1)
+
+
+def compile_one(config: ForwardConfig) -> Resources:
+    """Compile a config and count; runs in a worker process."""
+    with tempfile.TemporaryDirectory() as folder:
+        jit_compile.compile_kernel("flash4.sm90.fwd:ForwardSm90", config, "sm_90a", folder)
+        (cubin,) = Path(folder).glob("*.cubin")
+        return resources(cubin)
+
+
+def compile_all(configs: dict[str, ForwardConfig]) -> dict[str, Resources]:
+    """Resources of configs by name; two processes, because tracing holds the interpreter."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(WORKERS, mp_context=context) as pool:
+        return dict(zip(configs, pool.map(compile_one, configs.values()), strict=True))
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return compile_all({**CONFIGS, "too large": TOO_LARGE})
+
+
+def calls(role, phases: int) -> dict[str, int]:
+    """How often each verb of ``ops`` stands in the code of a role: once per phase in the loop over phases."""
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(role))).body
+    found = {}
+
+    def count(node, times):
+        if isinstance(node, ast.For) and "phases" in ast.unparse(node.iter):
+            times *= phases
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("ops."):
+            verb = node.func.attr
+            found[verb] = found.get(verb, 0) + times
+        for child in ast.iter_child_nodes(node):
+            count(child, times)
+
+    count(function, 1)
+    return found
+
+
+def expected(config: ForwardConfig) -> dict[str, int]:
+    """Counts that follow from schedule and tiles."""
+    verbs = calls(ForwardRoles.mma, phases=2 if config.causal else 1)
+    exponentials = (
+        config.tile_n * MMA_ROWS // 128 + 2
+    )  # of a block, and one correction for each row
+    return {
+        "waits": verbs["wait_mma"],
+        "hgmma": verbs["qk"] * (config.tile_d // MMA_K) + verbs["pv"] * (config.tile_n // MMA_K),
+        "exp2": (verbs["softmax_first"] + verbs["softmax"]) * exponentials,
+    }
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_resources(name, compiled):
+    config, found = CONFIGS[name], compiled[name]
+    assert found.spill_loads == found.spill_stores == 0, f"spills: {found}"
+    assert not found.serialised, f"MMAs are serialised: {found}"
+    wanted = expected(config)
+    assert found.waits == wanted["waits"], found
+    assert found.hgmma == wanted["hgmma"], found
+    assert found.exp2 <= wanted["exp2"], found
+    # ptxas gives every thread its share of the file, in steps of 8; roles reallocate it later.
+    assert found.registers == REGISTER_FILE // config.graph.threads // 8 * 8, found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_instructions(name, compiled):
+    limit = json.loads(LIMITS.read_text("utf-8"))[name]
+    found = compiled[name].instructions
+    assert found <= limit * SLACK, f"{found} instructions, {limit} when they were last looked at"
+
+
+def test_too_large_a_tile_is_noticed(compiled):
+    """Accumulators that do not fit compile without a word."""
+    found = compiled["too large"]
+    assert found.spill_loads and found.spill_stores and found.serialised, found
+
+
+def test_the_limits_are_of_these_configs():
+    assert json.loads(LIMITS.read_text("utf-8")).keys() == CONFIGS.keys()
+
+
+@pytest.mark.parametrize("causal", MASKS.values(), ids=MASKS)
+def test_every_config_fits(causal):
+    """More than can be compiled here: all head dims, by the graph's sums."""
+    for head_dim, head_dim_v, seqlen in product(SQUARE, SQUARE, (128, LONG)):
+        graph = config_for(head_dim, head_dim_v, causal, seqlen=seqlen).graph
+        where = f"{head_dim}/{head_dim_v}"
+        assert graph.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT, where
+        assert graph.registers <= REGISTER_FILE, where
+
+
+def test_verbs_are_counted_once_per_phase():
+    def role(ops):
+        ops.wait_mma(0)
+        for phase in ops.phases(0):
+            for _ in range(phase):
+                ops.wait_mma(1)
+
+    assert calls(role, 3) == {"wait_mma": 4, "phases": 3}
+
+
+SASS = """
+	//----- nvinfo : EIATTR_REGCOUNT
+        /*0004*/ 	.word	index@(kernel)
+        /*0008*/ 	.word	0x000000a8
+.text.kernel:
+        /*0010*/                   LDC R1, c[0x0][0x28] ;
+        /*0020*/               @P0 LDL.64 R2, [R1] ;
+        /*0030*/              @!P1 STL [R1+0x8], R2 ;
+        /*0040*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR44], RZ, !UPT, gsb0 ;
+        /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0060*/                   MUFU.EX2 R3, R4 ;
+        /*0070*/                   MUFU.RCP R3, R4 ;
+        /*0080*/              @UP0 UIADD3 UR4, UR4, 0x1, URZ ;
+        /*0090*/                   NOP ;
+"""
+
+
+def test_counting():
+    found = count_resources(SASS)
+    assert found == Resources(
+        registers=168,
+        instructions=8,
+        spill_loads=1,
+        spill_stores=1,
+        hgmma=1,
+        waits=1,
+        exp2=1,
+    )
+    assert found.serialised, "as many waits as MMAs"
+    assert not replace(found, hgmma=2).serialised
+    assert not replace(found, hgmma=0, waits=0).serialised
+
+
+if __name__ == "__main__":
+    counts = {name: found.instructions for name, found in compile_all(CONFIGS).items()}
+    LIMITS.write_text(json.dumps(counts, indent=1) + "\n", "utf-8")
