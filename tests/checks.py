@@ -124,7 +124,10 @@ def assert_forward_close(
         out.detach(), expected, native, "out", noise=noise.out, zero_rows=zero_rows
     )
     if lse is not None:
-        assert_lse_close(lse.detach(), expected_lse)
+        # Beside the scores' own error: the row sum is a float32 running sum over blocks of at least
+        # 64 keys, which may lose half an ulp a block.
+        running_sum = inputs[1].shape[-3] / 64 * 2.0**-24
+        assert_lse_close(lse.detach(), expected_lse, atol=2e-5 + running_sum)
 
 
 def assert_gradients_close(

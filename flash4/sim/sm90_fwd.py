@@ -53,12 +53,10 @@ class Call:
 
     def places(self, tile, rows: range):
         """(queries, heads, whether they exist) of rows of a tile."""
-        pack, ratio = self.config.pack, self.q.shape[2] // self.k.shape[2]
-        row = np.array(rows)
-        query, head = (
-            tile.m_block * self.config.tile_q + row // pack,
-            tile.group * pack + row % pack,
-        )
+        query, head = np.divmod(np.array(rows), self.config.pack)
+        query += tile.m_block * self.config.tile_q
+        head += tile.group * self.config.pack
+        ratio = self.q.shape[2] // self.k.shape[2]
         return query, tile.head_kv * ratio + head, (query < self.tiles.seqlen_q) & (head < ratio)
 
 
@@ -70,14 +68,10 @@ class LoadOps:
 
     def load_q(self, tile, slot):
         """Fill a Q slot with the tile's queries."""
-        c = self._call.config
-        query, head, exists = self._call.places(tile, range(c.tile_m))
-        self._fill(
-            slot,
-            (c.tile_m, c.tile_d),
-            exists,
-            self._call.q[tile.batch, query[exists], head[exists]],
-        )
+        call, tile_m = self._call, self._call.config.tile_m
+        query, head, exists = call.places(tile, range(tile_m))
+        rows = call.q[tile.batch, query[exists], head[exists]]
+        self._fill(slot, (tile_m, call.config.tile_d), exists, rows)
 
     def load_k(self, tile, n_block, slot):
         """Fill a K slot with block ``n_block``."""

@@ -170,14 +170,13 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
     S and P of a block and O of a tile share a thread's registers, hence fewer keys per block for a wider V.
     """
     if max(tile_d, tile_dv) == 64:
+        tile = {"tile_m": 256, "tile_n": 64, "stages": 4, "settle": 0}
         if problem.causal:
-            tile = {"tile_m": 256, "tile_n": 64, "stages": 4, "skip": True, "settle": 4}
-            return tile, "head dims up to 64, causal: warpgroups skip what lies past their own rows"
-        if problem.seqlen_k <= 4096:
-            tile = {"tile_m": 256, "tile_n": 64, "stages": 4, "turns": True, "settle": 4}
-            return tile, "head dims up to 64, up to 4096 keys: four warpgroups, short blocks"
-        tile = {"tile_m": 192, "tile_n": 128, "turns": True, "settle": 4}
-        return tile, "head dims up to 64, more than 4096 keys: three warpgroups, long blocks"
+            return {
+                **tile,
+                "skip": True,
+            }, "head dims up to 64: warpgroups skip blocks past their own rows"
+        return {**tile, "turns": True}, "head dims up to 64: four warpgroups, short blocks"
     tile_n = by_registers = {64: 128, 96: 128, 128: 128, 160: 112, 192: 112, 224: 80, 256: 64}[
         tile_dv
     ]
@@ -185,7 +184,7 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
         tile_n -= 16
     limit = "registers" if tile_n == by_registers else "shared memory"
     reason = f"{tile_n} keys per block: what {limit} can hold beside head dims {tile_d}/{tile_dv}"
-    return {"tile_m": 128, "tile_n": tile_n, "settle": 8 if problem.causal else 12}, reason
+    return {"tile_m": 128, "tile_n": tile_n}, reason
 
 
 def choose_pack(problem, tile_m: int) -> tuple[int, str]:

@@ -356,7 +356,7 @@ class MmaOps:
             shift = state.shift_log2[r]
             if masked:  # a row that has seen no key yet: exp2(-inf - 0) = 0
                 shift = cutlass.select_(shift == -Float32.inf, Float32(0.0), shift)
-            chains.append([state.total[r], None, None, None])
+            chains.append([None] * 4)
             for j in range(columns):
                 p = cute.math.exp2(S[r, j] * self.scale_log2 - shift, fastmath=True)
                 S[r, j] = p
@@ -367,7 +367,8 @@ class MmaOps:
                         sum_of(chains[0]) if r == 0 else sum_of(chains[0]) + sum_of(chains[1])
                     )
         for r in range(2):
-            state.total[r] = sum_of(chains[r])
+            # Block by block: single terms would vanish beside the total of a long row.
+            state.total[r] = state.total[r] + sum_of(chains[r])
 
     def convert_p(self, s):
         """Round P to 16 bit into the A operand of P V; the element order of S is that of the operand."""

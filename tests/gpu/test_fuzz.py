@@ -11,13 +11,16 @@ Every failure is printed as the command that repeats it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import queue
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 
@@ -102,24 +105,43 @@ def kernel_key(problem: Problem, arch: str) -> tuple[str, object, str]:
     return plan.kernel, plan.config, plan.arch
 
 
-def compile_one(key: tuple[str, object, str]) -> None:
-    """Put a kernel into the disk cache; runs in a process of its own, which never touches the GPU."""
+def compile_one(key: tuple[str, object, str]) -> str | None:
+    """Put a kernel into the disk cache, in a process that never touches the GPU; returns the error."""
     from flash4.jit.cache import CACHE
 
-    CACHE.get(*key)
+    try:
+        CACHE.get(*key)
+    except Exception as error:
+        return one_line(error)
+    return None
+
+
+def compile_in_turn(keys: queue.SimpleQueue) -> int:
+    """Compile keys until there are none, in a child process, and in a new one where it dies."""
+    failures, pool = 0, None
+    with contextlib.suppress(queue.Empty):
+        while True:
+            key = keys.get_nowait()
+            pool = pool or ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+            try:
+                error = pool.submit(compile_one, key).result()
+            except BrokenProcessPool:
+                error, pool = "the compiler ended its process", None
+            if error is not None:
+                failures += 1
+                print(f"DOES NOT COMPILE {key}: {error}", flush=True)
+    if pool is not None:
+        pool.shutdown()
+    return failures
 
 
 def compile_all(keys: Iterable[tuple[str, object, str]], workers: int) -> int:
     """Compile kernels in parallel, and print those that do not compile; returns their number."""
-    failures = 0
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        jobs = {pool.submit(compile_one, key): key for key in keys}
-        for job in as_completed(jobs):
-            error = job.exception()
-            if error is not None:
-                failures += 1
-                print(f"DOES NOT COMPILE {jobs[job]}: {one_line(error)}", flush=True)
-    return failures
+    waiting = queue.SimpleQueue()
+    for key in keys:
+        waiting.put(key)
+    with ThreadPoolExecutor(workers) as threads:
+        return sum(threads.map(compile_in_turn, [waiting] * workers))
 
 
 def one_line(error: BaseException) -> str:

@@ -425,6 +425,31 @@ def test_a_second_call_runs_no_policy():
     assert len(launches) == 3 and policy.call_count == 1
 
 
+def test_calls_that_differ_are_never_taken_for_one_another():
+    """All in one process and twice, since what a call needs is looked up by its facts."""
+    shapes = [
+        ((2, 9, 4, 16), (2, 9, 2, 16)),
+        ((2, 9, 4, 16), (2, 9, 4, 16)),
+        ((1, 9, 4, 16), (1, 8, 2, 16)),
+    ]
+    keywords = [
+        dict(causal=causal, softmax_scale=scale, pack_gqa=pack_gqa)
+        for causal in (False, True)
+        for scale in (0.5, -0.5, 0.3)
+        for pack_gqa in (None, False, True)
+    ]
+    calls = [*itertools.product(shapes, (F16, BF16), keywords)]
+    with stand_in_gpu(run=lambda launch: None) as launches:
+        for (q_shape, kv_shape), dtype, options in calls * 2:
+            q, kv = torch.zeros(q_shape, dtype=dtype), torch.zeros(kv_shape, dtype=dtype)
+            flash4.flash_attn_func(q, kv, kv, **options)
+            plan, launch = flash4.explain(q, kv, kv, **options), launches[-1]
+            assert launch.config == plan.config
+            assert (launch.section, launch.workers) == (plan.section, WORKERS)
+            assert launch.scale == abs(options["softmax_scale"])
+    assert len(launches) == 2 * len(calls)
+
+
 OUTPUT_LAYOUTS = {
     "contiguous": (2, 5, 4, 64),
     "heads first": (2, 4, 5, 64),

@@ -119,6 +119,7 @@ WRONG_OPERANDS = {
 @pytest.mark.parametrize("wrong", WRONG_OPERANDS)
 def test_operands_that_do_not_fit(wrong, call):
     changed, error, words = WRONG_OPERANDS[wrong]
+    call(*operands())  # a plan of similar operands is remembered
     check_refused(error, words, call, *operands(**changed))
 
 
