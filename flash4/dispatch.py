@@ -11,7 +11,7 @@ FORWARD_KERNELS = (("sm90-fwd", "flash4.sm90.fwd:ForwardSm90", "sm_90a", sm90_fw
 
 L2_SECTION_BYTES = 32 << 20  # K and V of the heads in one section, of Hopper's 50 MB L2
 MIN_SECTION = 3  # fewer heads at a time, and too many workers read the same lines of L2
-MODELLED_TILES = 65_536  # beyond that the last wave does not matter
+MODELLED_TILES = 16_384  # beyond that the last wave does not matter
 MODELLED_SECTIONS = 16
 
 

@@ -83,12 +83,35 @@ def _overlaps(shape, strides) -> bool:
     return False
 
 
-def _check_out(out, q, v):
+def _share_memory(a, b) -> bool:
+    """Whether the address ranges of two tensors of one device overlap."""
+
+    def span(x):
+        last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+    if not (a.numel() and b.numel()):
+        return False
+    (a_begin, a_end), (b_begin, b_end) = span(a), span(b)
+    return a_begin < b_end and b_begin < a_end
+
+
+def _check_flag(name: str, value, allowed):
+    """Check a keyword that only a few values make sense for.
+
+    Raises:
+        TypeError: any other value.
+    """
+    if not any(value is choice for choice in allowed):
+        raise TypeError(f"{name} must be one of {allowed}, got {value!r}")
+
+
+def _check_out(out, q, k, v):
     """Check a caller's output buffer.
 
     Raises:
         TypeError: not a tensor.
-        ValueError: wrong shape, dtype, device, or strides that TMA cannot address.
+        ValueError: wrong shape, dtype, device, strides that TMA cannot address, or memory of q, k or v.
     """
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out must be a torch.Tensor, got {type(out).__name__}")
@@ -101,8 +124,23 @@ def _check_out(out, q, v):
     obstacle = ops.layout_obstacle(out)
     if obstacle is None and _overlaps(out.shape, out.stride()):
         obstacle = f"with strides {out.stride()} some of its elements share memory"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if obstacle is None and _share_memory(out, x):
+            obstacle = f"it shares memory with {name}"
     if obstacle is not None:
         raise ValueError(f"out cannot be written in place: {obstacle}")
+
+
+def _forward_into(out, q, k, v, scale, causal, pack_gqa):
+    """Forward into a caller's buffer; returns the LSE."""
+    if torch.compiler.is_compiling():  # a graph has no use for the buffer before its end
+        result, lse = ops.forward(q, k, v, scale, causal, pack_gqa)
+        out.copy_(result)
+        return lse
+    _check_out(out, q, k, v)
+    lse = ops.run_forward(q, k, v, out, scale, causal, pack_gqa)
+    torch.autograd.graph.increment_version(out)
+    return lse
 
 
 def flash_attn_func(
@@ -172,6 +210,9 @@ def flash_attn_func(
         ValueError: sizes or devices that do not fit; the message says what is allowed.
         NotImplementedError: a keyword or GPU that is not supported yet; the message names it.
     """
+    _check_flag("causal", causal, (True, False))
+    _check_flag("pack_gqa", pack_gqa, (None, True, False))
+    _check_flag("deterministic", deterministic, (None, True, False))
     causal = _window_causal(causal, window_size)
     _refuse_unbuilt(
         softcap=softcap,
@@ -203,8 +244,7 @@ def flash_attn_func(
     else:
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise ValueError("out= is not differentiable; call it under torch.no_grad()")
-        _check_out(out, q, v)
-        lse = ops.run_forward(q, k, v, out, scale, causal, pack_gqa)
+        lse = _forward_into(out, q, k, v, scale, causal, pack_gqa)
     return (out, lse) if return_lse else out
 
 
@@ -230,6 +270,8 @@ def explain(q, k, v, *, arch=None, **keywords) -> Plan:
     bound.apply_defaults()
     arguments = bound.arguments
     _refuse_unbuilt(**{name: arguments[name] for name in _NEUTRAL})
+    _check_flag("causal", arguments["causal"], (True, False))
+    _check_flag("pack_gqa", arguments["pack_gqa"], (None, True, False))
     check_tensors(q, k, v)
     if q.is_cuda and arch is None:
         arch, workers = ops.device_facts(q.device.index)

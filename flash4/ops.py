@@ -7,7 +7,7 @@ import torch
 
 from flash4.dispatch import Plan, architecture, plan_forward
 from flash4.jit.cache import CACHE
-from flash4.problem import AttentionProblem
+from flash4.problem import AttentionProblem, check_sizes, check_tensors
 
 # Stands for softmax scales below it, 0 too: scores vanish, and -inf (masked) times it is still -inf.
 TINY_SCALE = 1e-30
@@ -163,6 +163,8 @@ def _forward(q, k, v, softmax_scale, causal, pack_gqa):
 
 @torch.library.register_fake("flash4::forward")
 def _forward_fake(q, k, v, softmax_scale, causal, pack_gqa):
+    check_tensors(q, k, v)
+    check_sizes(q, k, v)
     batch, seqlen, heads, _ = q.shape
     return empty_output(q, v.shape[-1]), q.new_empty((batch, heads, seqlen), dtype=torch.float32)
 

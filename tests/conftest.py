@@ -11,8 +11,8 @@ import torch
 GPU_TESTS = Path(__file__).parent / "gpu"
 LOWEST_CAPABILITY = (8, 0)
 
-# More threads than this only fight each other on small machines.
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+# The tensors are small: threads cost more than they bring.
+torch.set_num_threads(1)
 
 # No deadlines and no complaint about slow inputs: a first example may compile a kernel.
 hypothesis.settings.register_profile(

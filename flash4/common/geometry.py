@@ -34,6 +34,21 @@ def ceil_div(a, b):
 
 
 @dataclass(frozen=True)
+class Phase:
+    """A run of KV blocks, counted from a tile's last one: [begin, end), all masked or none.
+
+    Attributes:
+        begin: first block.
+        end: one past the last block.
+        masked: whether scores need a mask; static.
+    """
+
+    begin: object
+    end: object
+    masked: bool
+
+
+@dataclass(frozen=True)
 class KvBlocks:
     """KV blocks of ``tile_n`` keys that a tile of ``tile_q`` consecutive queries visits.
 
@@ -59,8 +74,7 @@ class KvBlocks:
         With at least one block every role runs the same code for every tile: rows that see no key at all visit block
         0 with every score masked.
         """
-        last = imin(query, seqlen_q - 1)
-        return ceil_div(imax(self.key_end(last, seqlen_q, seqlen_k), 1), self.tile_n)
+        return ceil_div(imax(self.key_end(query, seqlen_q, seqlen_k), 1), self.tile_n)
 
     def count(self, m_block, seqlen_q, seqlen_k):
         """Blocks that a tile visits: [0, count)."""

@@ -80,11 +80,14 @@ class KernelCache:
         if launcher is not None:
             return launcher
         try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(f"{folder} is not writable")
             with _file_lock(path.with_suffix(".lock")):
                 launcher = self._load(path)  # another process may have compiled it meanwhile
                 return launcher if launcher is not None else self._compile_to(path, key)
         except OSError as error:
-            self._warn(folder, error)
+            self._warn_of_folder(folder, error)
             return self._compile(key)
 
     def _load(self, path: Path):
@@ -112,33 +115,38 @@ class KernelCache:
                 if jit_compile.link(compiled, temporary):
                     seal(temporary)
                     os.replace(temporary, path)
+                else:
+                    self._warn(
+                        "the C compiler `cc`, which links them for the disk, is missing or failed"
+                    )
             finally:
                 temporary.unlink(missing_ok=True)
         except OSError as error:
-            self._warn(path.parent, error)
+            self._warn_of_folder(path.parent, error)
         return compiled
 
     def _folder(self) -> Path | None:
-        """Folder of this user's entries, created with mode 0700; None where it cannot be trusted or used."""
+        """Folder of this user's entries, which may not exist yet; None where it cannot be trusted."""
         folder = "the user's cache folder"
         try:
             folder = cache_dir()
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if folder.stat().st_uid != os.getuid():
+            if folder.exists() and folder.stat().st_uid != os.getuid():
                 raise PermissionError(f"{folder} belongs to another user")
-            if not os.access(folder, os.W_OK):
-                raise PermissionError(f"{folder} is not writable")
         except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
-            self._warn(folder, error)
+            self._warn_of_folder(folder, error)
             return None
         return folder
 
-    def _warn(self, folder: Path | str, error: Exception):
+    def _warn_of_folder(self, folder: Path | str, error: Exception):
+        self._warn(
+            f"cannot use {folder} ({error}); set {CACHE_DIR_VARIABLE} to a folder of your own"
+        )
+
+    def _warn(self, why: str):
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"flash4 keeps compiled kernels in memory only: cannot use {folder} ({error}); "
-                f"set {CACHE_DIR_VARIABLE} to a folder of your own",
+                f"flash4 keeps compiled kernels in memory only: {why}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -148,7 +156,7 @@ def cache_dir() -> Path:
     """Folder of the disk cache: ``$FLASH4_CACHE_DIR``, or ``flash4`` in the user's cache folder."""
     explicit = os.environ.get(CACHE_DIR_VARIABLE)
     if explicit:
-        return Path(explicit)
+        return Path(explicit).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "flash4"
 
@@ -165,6 +173,9 @@ def fingerprint() -> str:
             digest.update(f"{package} {version(package)}\0".encode())
         except PackageNotFoundError:
             digest.update(f"{package} missing\0".encode())
+    for name in sorted(os.environ):
+        if name.startswith("CUTE_DSL_"):  # options of the DSL, some of which change code
+            digest.update(f"{name}={os.environ[name]}\0".encode())
     # Entries carry the path of the runtime libraries, hence the prefix.
     digest.update(f"{sys.version} {platform.machine()} {sys.prefix}".encode())
     return digest.hexdigest()

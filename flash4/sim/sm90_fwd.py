@@ -15,7 +15,6 @@ from flash4.common.tiles import Grid, TileSchedule
 from flash4.ops import TINY_SCALE
 from flash4.sim.machine import Accumulator, Barrier, End, Machine, Memory, MmaQueue, Ring, Turn
 from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS, ForwardConfig
-from flash4.sm90.fwd_ops import Phase
 from flash4.sm90.fwd_roles import ForwardRoles
 
 WARP_ROWS = 16
@@ -105,22 +104,12 @@ class MmaOps:
         self.o_borrows_q = call.config.o_borrows_q
 
     def unseen_blocks(self, tile):
-        """Blocks, counted from the tile's last, that none of this warpgroup's rows sees."""
-        c = self._config
-        last = self._first_query(tile) + MMA_ROWS // c.pack - 1
-        return tile.n_blocks - c.blocks.until(last, *self._lengths) if c.skip else 0
+        """Blocks, counted from the tile's last, that this warpgroup skips."""
+        return self._config.unseen_blocks(tile, self._group, *self._lengths)
 
     def phases(self, tile):
-        """Blocks after the first one that is seen: those that need a mask, then the others."""
-        c, first = self._config, self.unseen_blocks(tile) + 1
-        if not c.causal:
-            return (Phase(first, tile.n_blocks, False),)
-        query = self._first_query(tile) if c.skip else tile.m_block * c.tile_q
-        cut = max(tile.n_blocks - c.blocks.unmasked(query, *self._lengths), first)
-        return (Phase(first, cut, True), Phase(cut, tile.n_blocks, False))
-
-    def _first_query(self, tile):
-        return tile.m_block * self._config.tile_q + self._rows.start // self._config.pack
+        """Blocks after this warpgroup's first, which is always masked: those with a mask, then the others."""
+        return self._config.phases(tile, self._group, *self._lengths)
 
     def begin(self, tile):
         """O = 0, shift = -inf, l = 0."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from flash4.common.geometry import KvBlocks
+from flash4.common.geometry import KvBlocks, Phase, imax
 from flash4.common.graph import Buffer, PipelineGraph, Ring, Role
 
 SMEM_LIMIT = 232_448  # bytes of shared memory that one sm_90 CTA can have (227 KiB)
@@ -10,6 +10,7 @@ SMEM_ALIGN = 1_024  # the 128-byte swizzle repeats every 1,024 bytes
 ELEMENT_BYTES = 2
 MMA_ROWS = 64  # rows of one warpgroup's WGMMA
 HEAD_DIM_STEP = 32  # head dims are padded in shared memory to a multiple of this
+KEY_STEP = 16  # keys that one WGMMA of P V contracts
 MAX_HEAD_DIM = 256
 PACKS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -51,6 +52,8 @@ class ForwardConfig:
     def __post_init__(self):
         if self.tile_m % MMA_ROWS or not 1 <= self.mma_warpgroups <= 4:
             raise ValueError(f"tile_m is {self.tile_m}; supported are 64, 128, 192 and 256")
+        if self.tile_n % KEY_STEP or self.tile_n <= 0:
+            raise ValueError(f"tile_n is {self.tile_n}; supported are multiples of {KEY_STEP}")
         if self.pack not in PACKS:
             raise ValueError(f"pack is {self.pack}; supported are {PACKS}")
         if self.skip and (self.turns or not self.causal):
@@ -72,6 +75,27 @@ class ForwardConfig:
     def blocks(self) -> KvBlocks:
         """Which KV blocks a tile visits."""
         return KvBlocks(self.tile_q, self.tile_n, self.causal)
+
+    def first_query(self, tile, warpgroup):
+        """First query of a warpgroup's rows; dual-mode, as the next two."""
+        return tile.m_block * self.tile_q + warpgroup * (MMA_ROWS // self.pack)
+
+    def unseen_blocks(self, tile, warpgroup, seqlen_q, seqlen_k):
+        """Blocks, counted from the tile's last, that the warpgroup skips: none of its rows sees them."""
+        if not self.skip:
+            return 0
+        last_query = self.first_query(tile, warpgroup) + MMA_ROWS // self.pack - 1
+        return tile.n_blocks - self.blocks.until(last_query, seqlen_q, seqlen_k)
+
+    def phases(self, tile, warpgroup, seqlen_q, seqlen_k) -> tuple[Phase, ...]:
+        """Blocks after the warpgroup's first (which is always masked): those with a mask, then the others."""
+        first = self.unseen_blocks(tile, warpgroup, seqlen_q, seqlen_k) + 1
+        if not self.causal:
+            return (Phase(first, tile.n_blocks, False),)
+        query = self.first_query(tile, warpgroup if self.skip else 0)
+        unmasked = self.blocks.unmasked(query, seqlen_q, seqlen_k)
+        cut = imax(tile.n_blocks - unmasked, first)
+        return (Phase(first, cut, True), Phase(cut, tile.n_blocks, False))
 
     @property
     def q_bytes(self) -> int:

@@ -35,15 +35,6 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Phase:
-    """A run of KV blocks, counted from the last block, with or without a mask."""
-
-    begin: Int32
-    end: Int32
-    masked: bool
-
-
-@dataclass(frozen=True)
 class Turn:
     """MMA warpgroups take turns at issuing: warpgroup w waits on its named barrier until w - 1 passes on."""
 
@@ -240,29 +231,15 @@ class MmaOps:
         """Whether O is staged in Q's memory."""
         return self.config.o_borrows_q
 
-    def _first_query(self, tile):
-        """First query of this warpgroup's rows."""
-        c = self.config
-        return tile.m_block * c.tile_q + self.warpgroup * (MMA_ROWS // c.pack)
-
     def unseen_blocks(self, tile):
-        """Blocks, counted from the tile's last, that none of this warpgroup's rows sees."""
-        c, tiles = self.config, self.tiles
-        if not c.skip:
-            return 0
-        last_query = self._first_query(tile) + MMA_ROWS // c.pack - 1
-        return tile.n_blocks - c.blocks.until(last_query, tiles.seqlen_q, tiles.seqlen_k)
+        """Blocks, counted from the tile's last, that this warpgroup skips."""
+        tiles = self.tiles
+        return self.config.unseen_blocks(tile, self.warpgroup, tiles.seqlen_q, tiles.seqlen_k)
 
     def phases(self, tile):
-        """Blocks after the first one (which is always masked): those that need a mask, then the others."""
-        c, tiles = self.config, self.tiles
-        first = self.unseen_blocks(tile) + 1
-        if not c.causal:
-            return (Phase(Int32(first), tile.n_blocks, False),)
-        query = self._first_query(tile) if c.skip else tile.m_block * c.tile_q
-        unmasked = c.blocks.unmasked(query, tiles.seqlen_q, tiles.seqlen_k)
-        cut = cutlass.max(tile.n_blocks - unmasked, Int32(first))
-        return (Phase(Int32(first), cut, True), Phase(cut, tile.n_blocks, False))
+        """Blocks after this warpgroup's first, which is always masked: those with a mask, then the others."""
+        tiles = self.tiles
+        return self.config.phases(tile, self.warpgroup, tiles.seqlen_q, tiles.seqlen_k)
 
     def begin(self, tile):
         """O = 0, shift = -inf, l = 0."""

@@ -266,7 +266,7 @@ def test_an_entry_of_another_user_is_not_loaded(toolchain, folder, monkeypatch):
     assert not cache.is_intact(entry)
 
 
-def check_memory_only(toolchain, compiles=1):
+def check_memory_only(toolchain, words=("in memory only", cache.CACHE_DIR_VARIABLE)):
     """Check that a cache works in memory alone, and warns exactly once, whatever it is asked for."""
     kernels = KernelCache()
     other = (KERNEL, replace(CONFIG, bf16=False), "sm_90a")
@@ -276,7 +276,7 @@ def check_memory_only(toolchain, compiles=1):
             check_kernel(kernels.get(*key), key)
     assert [w.category for w in caught] == [RuntimeWarning], [str(w.message) for w in caught]
     message = str(caught[0].message)
-    assert "in memory only" in message and cache.CACHE_DIR_VARIABLE in message
+    assert all(word in message for word in words)
     assert (kernels.compiles, kernels.loads) == (2, 0)
     return message
 
@@ -355,11 +355,28 @@ def test_a_full_disk(step, toolchain, folder, monkeypatch):
 
 def test_without_a_linker(toolchain, folder):
     toolchain.links = False
+    assert "`cc`" in check_memory_only(toolchain, words=("in memory only",))
+    assert not entries(folder) and not entries(folder, ".tmp")
+
+
+def test_a_filled_folder_that_is_read_only_is_read(toolchain, folder, monkeypatch):
+    check_kernel(KernelCache().get(*KEY))
+    monkeypatch.setattr(cache, "_file_lock", no_space)
     kernels = KernelCache()
     check_kernel(kernels.get(*KEY))
-    check_kernel(kernels.get(*KEY))
-    assert kernels.compiles == 1
-    assert not entries(folder) and not entries(folder, ".tmp")
+    assert (kernels.compiles, kernels.loads) == (0, 1)
+
+
+def test_the_variable_may_name_the_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(cache.CACHE_DIR_VARIABLE, "~/kernels")
+    assert cache.cache_dir() == tmp_path / "kernels"
+
+
+def test_options_of_the_dsl_are_part_of_the_fingerprint(monkeypatch):
+    before = cache.fingerprint.__wrapped__()
+    monkeypatch.setenv("CUTE_DSL_ENABLE_ASSERTIONS", "1")
+    assert cache.fingerprint.__wrapped__() != before
 
 
 def test_a_failed_compilation_is_tried_again(toolchain, folder, monkeypatch):

@@ -19,6 +19,7 @@ from flash4 import dispatch, ops, reference
 from flash4.dispatch import architecture, plan_forward
 from flash4.problem import AttentionProblem
 from flash4.sm90 import fwd_config as sm90_fwd
+from flash4.sm90.fwd_config import ForwardConfig
 from tests import strategies
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -554,3 +555,23 @@ def test_tracing_keeps_sizes_symbolic():
     out, lse = (node.meta["val"] for node in list(program.graph.nodes)[-1].args[0])
     assert sum(isinstance(n, torch.SymInt) for n in (*out.shape, *lse.shape)) == 6
     assert out.shape[3] == 32
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tile_n", 56), ("tile_n", 0), ("tile_m", 96), ("tile_m", 320), ("pack", 3)],
+)
+def test_configs_that_would_break_the_compiler_are_refused(field, value):
+    """The DSL ends the whole process on some of them."""
+    good = {"bf16": True, "tile_d": 64, "tile_dv": 64, "tile_m": 128, "tile_n": 64, "causal": True}
+    ForwardConfig(**good)
+    with pytest.raises(ValueError, match=field):
+        ForwardConfig(**{**good, field: value})
+
+
+def test_skipping_and_turns_exclude_each_other():
+    good = {"bf16": True, "tile_d": 64, "tile_dv": 64, "tile_m": 128, "tile_n": 64, "skip": True}
+    ForwardConfig(**good, causal=True)
+    for wrong in ({"causal": True, "turns": True}, {"causal": False}):
+        with pytest.raises(ValueError, match="skip"):
+            ForwardConfig(**good, **wrong)

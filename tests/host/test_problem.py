@@ -378,3 +378,22 @@ def test_out_and_gradients(differentiable):
     check_refused(ValueError, ["out=", "no_grad"], flash4.flash_attn_func, *inputs, out=buffer)
     with torch.no_grad():
         assert flash4.flash_attn_func(*inputs, out=buffer) is buffer
+
+
+@both_calls
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [("causal", "False"), ("causal", None), ("causal", 1), ("pack_gqa", 0), ("pack_gqa", "no")],
+)
+def test_flags_that_are_no_flags(keyword, value, call):
+    for _ in range(2):  # also where an equal key is remembered
+        check_refused(TypeError, [keyword], call, *operands(), **{keyword: value})
+        call(*operands(), **{keyword: False})
+
+
+@pytest.mark.parametrize("shared", range(3))
+def test_out_in_the_memory_of_an_input(shared, gpu):
+    inputs = operands(q=(2, 5, 4, 32), k=(2, 5, 4, 32), v=(2, 5, 4, 32))
+    words = ["out", f"shares memory with {'qkv'[shared]}"]
+    check_refused(ValueError, words, flash4.flash_attn_func, *inputs, out=inputs[shared])
+    assert not gpu
