@@ -102,6 +102,18 @@ class PipelineGraph:
                 sizes[b.borrows] = max(sizes[b.borrows], b.nbytes)
         return sum(sizes.values()) + 2 * BARRIER_BYTES * sum(ring.stages for ring in self.rings)
 
+    def addresses(self) -> dict[str, int]:
+        """Byte at which each buffer begins: one behind the other, a borrowing one where its host does."""
+        lent = {b.name: b.nbytes for b in self.buffers}
+        for b in self.buffers:
+            if b.borrows is not None:
+                lent[b.borrows] = max(lent[b.borrows], b.nbytes)
+        at, bases = 0, {}
+        for b in self.buffers:
+            if b.borrows is None:
+                bases[b.name], at = at, at + lent[b.name]
+        return {b.name: bases[b.borrows or b.name] for b in self.buffers}
+
     def diagram(self) -> str:
         """One line per ring: producer --[ring x stages]--> consumer."""
         return "\n".join(

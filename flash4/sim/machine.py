@@ -1,269 +1,309 @@
-"""The machine that roles run on: tasks in an adversarial order, barriers, rings, shared memory, asynchronous copies.
+"""The machine that roles run on: tasks in an adversarial order, asynchronous operations, and vector clocks.
 
-A task is a role of one warp group. It gives way at every synchronisation, and a seed decides who goes on. What the
-hardware does in its own time is done at the worst time: a copy clears its target when it is issued, and lands at a
-random moment or only when nobody can go on without it; an MMA reads and writes when it is waited for.
+A task is one role of one warp group (or warp). It gives way at every synchronisation, and a seed decides who goes on.
+An asynchronous operation (a copy, an MMA) belongs to a lane. It reads its sources and writes its results when it
+lands: at a random moment, or only when nobody can go on without it.
+
+Every task and every lane has a clock: for each other task and lane, how far it has been waited for. Two accesses to
+the same bytes of which one writes are a race unless the later one's clock contains the earlier one. Such a race is
+found in whichever order the two happen to come, so that a hazard does not need an unlucky seed to show.
 """
 
+import linecache
+import os
 import random
+import sys
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from greenlet import getcurrent, greenlet
 
 PACES = (1, 1, 4, 30)  # relative speeds of tasks: some race ahead as far as the rings let them
-PATIENCE = (0.0, 0.9, 1.0)  # probability that a copy does not land yet; 1 is the latest moment
+PATIENCE = (0.0, 0.9, 1.0)  # probability that an operation does not land yet; 1 is the latest moment
+SWITCHES = 1_000_000  # more than any run of sensible size: a role that never ends is reported
+
+Clock = dict[int, int]  # index of a task or lane -> its time
 
 
 class Hazard(Exception):
-    """The schedule broke a rule of the hardware."""
+    """The schedule broke a rule of the hardware; the message tells the story."""
 
 
 class Deadlock(Hazard):
     """No task can go on; the message says who waits for what."""
 
 
+def join(clock: Clock, other: Clock):
+    """Let ``clock`` know what ``other`` knows."""
+    for index, time in other.items():
+        if clock.get(index, 0) < time:
+            clock[index] = time
+
+
+def knows(clock: Clock, other: Clock) -> bool:
+    """Whether ``clock`` contains ``other``."""
+    return all(clock.get(index, 0) >= time for index, time in other.items())
+
+
+class Place(NamedTuple):
+    """A line of a role."""
+
+    file: str
+    line: int
+
+    def __str__(self):
+        source = linecache.getline(self.file, self.line).partition("#")[0].strip()
+        where = f"{os.path.basename(self.file)}:{self.line}"
+        return f"{where} `{source}`" if source else where
+
+
+class Step(NamedTuple):
+    """One visible step of a run.
+
+    Attributes:
+        actor: task or lane.
+        kind: wait, arrive, issue, land, join, read or write.
+        target: name of the barrier, lane or region.
+        count: phase of a wait, arrivals, or number of an operation.
+        nbytes: bytes that an arrival announces; negative are landed ones.
+        place: line of the role; None for what lands by itself.
+        touches: (name, writes) of the regions that an issued operation uses.
+    """
+
+    actor: str
+    kind: str
+    target: str
+    count: int
+    nbytes: int = 0
+    place: Place | None = None
+    touches: tuple = ()
+
+
 @dataclass(eq=False)
 class Task:
-    """A role at its current wait."""
+    """A role at its current wait; ``lines[t]`` is where its time ``t`` ended."""
 
     name: str
-    greenlet: greenlet
-    pace: int
+    index: int
+    thread: greenlet | None = None
+    code: object = None
+    pace: int = 1
     ready: Callable[[], bool] = lambda: True
     what: Callable[[], str] = lambda: "its start"
+    clock: Clock = field(default_factory=dict)
+    lines: list = field(default_factory=lambda: [None])
+    place: Place | None = None
+    left: bool = False
+
+
+@dataclass(eq=False)
+class Operation:
+    """An asynchronous operation in flight; acts as its issuer and its lane up to itself."""
+
+    name: str
+    number: int
+    run: Callable[[], None]
+    clock: Clock
+    place: Place | None
 
 
 class Machine:
-    """One CTA: runs its tasks to their ends."""
+    """One CTA, or several that share memory: runs its tasks to their ends."""
 
     def __init__(self, seed: int):
         self._random = random.Random(seed)
         self._patience = self._random.choice(PATIENCE)
-        self._tasks, self._copies = [], []
+        self._indices, self._running, self._named = 0, [], {}
+        self.tasks, self.lanes, self.spaces, self.barriers = [], [], [], []
+        self.trace: list[Step] = []
+        self.at_exit: list[Callable[[], None]] = []
+        self.host = self.actor = Task("the host", self.new_index())
+
+    def new_index(self) -> int:
+        """Index of a task or lane in clocks."""
+        self._indices += 1
+        return self._indices
 
     def spawn(self, name: str, role: Callable, *arguments):
-        """Add a task that runs ``role(*arguments)``."""
+        """Add a task that runs ``role(*arguments)``; its own lines are what stories name."""
 
         def body():
             with np.errstate(all="ignore"):  # -inf and 0 / 0 of rows without keys are the GPU's too
                 role(*arguments)
 
-        self._tasks.append(Task(name, greenlet(body), self._random.choice(PACES)))
+        task = Task(name, self.new_index(), greenlet(body), role.__code__)
+        task.pace = self._random.choice(PACES)
+        task.clock[task.index] = 1
+        self.tasks.append(task)
+        self._running.append(task)
+
+    def lane(self, name: str, ordered: bool) -> "Lane":
+        """Make a lane."""
+        self.lanes.append(Lane(self, name, self.new_index(), ordered))
+        return self.lanes[-1]
+
+    def place(self) -> Place | None:
+        """Line of its role at which the acting task is; None for an operation."""
+        task, frame = self.actor, sys._getframe(1)
+        if isinstance(task, Operation):
+            return None
+        while frame is not None and frame.f_code is not task.code:
+            frame = frame.f_back
+        return None if frame is None else Place(frame.f_code.co_filename, frame.f_lineno)
+
+    def note(self, kind: str, target: str, count: int, nbytes: int = 0, touches=()):
+        """Write a visible step of the actor into the trace."""
+        place = self.place()
+        self.trace.append(Step(self.actor.name, kind, target, count, nbytes, place, touches))
+        if isinstance(self.actor, Task):
+            self.actor.place = place
+
+    def publish(self):
+        """End the acting task's current time: what it does next is unknown to those who learn its clock now."""
+        task = self.actor
+        if isinstance(task, Task):
+            task.clock[task.index] = task.clock.get(task.index, 0) + 1
+            task.lines.append(task.place)
 
     def until(self, ready: Callable[[], bool], what: Callable[[], str]):
         """Called by a task: go on when ``ready()``; ``what()`` says what it waits for."""
+        if not isinstance(self.actor, Task) or self.actor.thread is None:
+            return  # the host, setting up
         getcurrent().parent.switch((ready, what))
 
     def give_way(self):
         """Called by a task: let others go first."""
         self.until(lambda: True, lambda: "nothing")
 
-    def start_copy(self, land: Callable[[], None]):
-        """Do ``land()`` at some later time."""
-        self._copies.append(land)
+    def fence(self):
+        """Proxy fence: let asynchronous readers see what the acting task wrote to shared memory so far."""
+        task = self.actor
+        for space in self.spaces:
+            space.fence(task)
+
+    def name_barrier(self, number: int, use: str):
+        """Reserve a named barrier of the CTA.
+
+        Raises:
+            Hazard: there is no such barrier, or something else uses it.
+        """
+        if not 1 <= number <= 15:
+            raise Hazard(
+                f"{use}: named barrier {number}; there are 1 to 15, and 0 is __syncthreads"
+            )
+        if self._named.setdefault(number, use) != use:
+            raise Hazard(f"{use}: named barrier {number} is already that of {self._named[number]}")
 
     def run(self):
         """Run until every task has ended.
 
         Raises:
-            Deadlock: tasks wait, and no copy is in flight that could wake them.
-            Hazard: the last task ended before the last copy, which needs the CTA's shared memory.
+            Deadlock: tasks wait, and no operation is in flight that could wake them.
+            Hazard: a rule is broken on the way, or nobody waited for an operation that needs the CTA's memory.
         """
-        while self._tasks:
-            ready = [task for task in self._tasks if task.ready()]
-            if self._copies and (not ready or self._random.random() >= self._patience):
-                self._copies.pop(self._random.randrange(len(self._copies)))()
-            elif ready:
-                task = self._random.choices(ready, [task.pace for task in ready])[0]
-                request = task.greenlet.switch()
-                if task.greenlet.dead:
-                    self._tasks.remove(task)
-                else:
-                    task.ready, task.what = request
+        for _ in range(SWITCHES):
+            if not self._running:
+                break
+            self._step()
+        else:
+            raise Hazard(f"no end after {SWITCHES} switches of tasks")
+        for check in (self._check_lanes, *self.at_exit):
+            check()
+
+    def _step(self):
+        ready = [task for task in self._running if task.ready()]
+        flying = [lane for lane in self.lanes if lane.flying]
+        if flying and (not ready or self._random.random() >= self._patience):
+            self._random.choice(flying).land()
+        elif ready:
+            task = self._random.choices(ready, [task.pace for task in ready])[0]
+            self.actor = task
+            request = task.thread.switch()
+            self.actor = self.host
+            if task.thread.dead:
+                task.left = True
+                self._running.remove(task)
             else:
-                waits = (f"{task.name} waits for {task.what()}" for task in self._tasks)
-                raise Deadlock("; ".join(waits))
-        if self._copies:
-            raise Hazard(f"the CTA ended with {len(self._copies)} copies in flight")
+                task.ready, task.what = request
+        else:
+            raise Deadlock("; ".join(f"{t.name} waits for {t.what()}" for t in self._running))
+
+    def _check_lanes(self):
+        known: Clock = {}
+        for task in self.tasks:
+            join(known, task.clock)
+        for lane in self.lanes:
+            if known.get(lane.index, 0) < lane.issued:
+                raise Hazard(
+                    f"the CTA ends, and nobody has waited for {lane.last.name}, issued at "
+                    f"{lane.last.place}: it may still use the CTA's shared memory"
+                )
+
+    def who(self, index: int):
+        """Task or lane of an index."""
+        return next(x for x in (self.host, *self.tasks, *self.lanes) if x.index == index)
 
 
-class Barrier:
-    """An mbarrier: a phase completes when its arrivals and the bytes that they announced are all there."""
+class Lane:
+    """Asynchronous operations that land one after the other.
 
-    def __init__(self, machine: Machine, name: str, arrivals: int):
-        self.machine, self.name, self.arrivals = machine, name, arrivals
-        self.phase, self._missing, self._bytes = 0, arrivals, 0
-
-    def arrive(self, count: int = 1, nbytes: int = 0):
-        """Arrive, and announce bytes; negative are bytes that landed."""
-        self._missing, self._bytes = self._missing - count, self._bytes + nbytes
-        if self._missing < 0:
-            raise Hazard(f"{self.name}: more than {self.arrivals} arrivals in one phase")
-        if self._missing == self._bytes == 0:
-            self.phase, self._missing = self.phase + 1, self.arrivals
-
-    def wait(self, phase: int):
-        """Wait until ``phase`` is complete; by its parity, which is all that the hardware looks at."""
-        self.machine.until(
-            lambda: (self.phase - phase) % 2 == 1,
-            lambda: (
-                f"phase {phase} of {self.name} (now {self.phase}, {self._missing} of "
-                f"{self.arrivals} arrivals and {self._bytes} bytes missing)"
-            ),
-        )
-
-    def sync(self):
-        """Arrive and wait, as at a named barrier."""
-        phase = self.phase
-        self.arrive()
-        self.wait(phase)
-
-
-class Memory:
-    """Arrays in shared memory; writing one spoils those of ``overlaps``, which share its bytes.
-
-    A write replaces the array, so that a reader sees from its identity whether what it began to read is still there.
+    In an ordered lane (the MMAs of one warp group) an operation may use what the one before it wrote.
     """
 
-    def __init__(self, count: int):
-        self.arrays = [np.full((1, 1), np.nan, np.float32)] * count
-        self.overlaps = []
+    def __init__(self, machine: Machine, name: str, index: int, ordered: bool):
+        self.machine, self.name, self.index, self._ordered = machine, name, index, ordered
+        self.flying: deque[Operation] = deque()
+        self.issued, self.landed, self._clock, self.last = 0, 0, {}, None
 
-    def write(self, index: int, array: np.ndarray):
-        """Replace the array at ``index``."""
-        for other in self.overlaps:
-            other.arrays = [np.full_like(x, np.nan) for x in other.arrays]
-        self.arrays[index] = array
+    def issue(self, label: str, run: Callable[[], None], reads=(), writes=()):
+        """Start an operation that uses regions; ``run()`` does it when it lands."""
+        machine, task = self.machine, self.machine.actor
+        touches = [(region, False) for region in reads] + [(region, True) for region in writes]
+        names = tuple((region.name, write) for region, write in touches)
+        machine.note("issue", self.name, self.issued + 1, touches=names)
+        clock = dict(task.clock)
+        if self._ordered:
+            clock[self.index] = self.issued
+        self.issued += 1
+        name = f"{label} of {task.name}"
+        self.last = Operation(self.name, self.issued, run, clock, machine.place())
+        for region, write in touches:
+            region.space.touch(region, write, name, clock, (self.index, self.issued))
+        self.last.name = name
+        clock[self.index] = self.issued
+        self.flying.append(self.last)
+        machine.publish()
 
+    def land(self):
+        """Let the next operation happen."""
+        operation = self.flying.popleft()
+        machine, before = self.machine, self.machine.actor
+        name, operation.name = operation.name, self.name  # the trace names the lane
+        machine.actor = operation
+        machine.note("land", self.name, operation.number)
+        operation.run()
+        machine.actor, operation.name = before, name
+        self.landed = operation.number
+        join(self._clock, operation.clock)
 
-class Ring:
-    """Slots that TMA fills, with a "full" and an "empty" barrier each; ``readers`` tasks share the arrivals."""
-
-    def __init__(self, machine: Machine, spec, readers: int):
-        self.machine, self.spec, self.memory = machine, spec, Memory(spec.stages)
-        self.arrivals_per_reader = spec.consumer_arrivals // readers
-        arrivals = {"full": 1, "empty": spec.consumer_arrivals}
-        self.full, self.empty = (
-            [
-                Barrier(machine, f"{spec.name} {state}[{i}]", arrivals[state])
-                for i in range(spec.stages)
-            ]
-            for state in arrivals
-        )
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One use of a ring's slot."""
-
-    ring: Ring
-    index: int
-
-    def fill(self, block: np.ndarray, nbytes: int):
-        """Start the TMA copy of ``block`` into the slot."""
-        ring = self.ring
-
-        def land():
-            ring.memory.write(self.index, block)
-            ring.full[self.index].arrive(0, -nbytes)
-
-        ring.memory.write(self.index, np.full_like(block, np.nan))
-        ring.machine.start_copy(land)
-
-    def commit(self):
-        """Producer: announce the bytes; the slot is full when they have landed."""
-        self.ring.full[self.index].arrive(1, self.ring.spec.stage_bytes)
-        self.ring.machine.give_way()
-
-    def release(self):
-        """Consumer: this task no longer reads the slot."""
-        self.ring.empty[self.index].arrive(self.ring.arrivals_per_reader)
-        self.ring.machine.give_way()
+    def join(self, number: int):
+        """Called by a task: wait until the operations up to ``number`` have landed."""
+        machine, task = self.machine, self.machine.actor
+        machine.note("join", self.name, number)
+        machine.until(lambda: self.landed >= number, lambda: f"{self.name}, {task.place}")
+        if number > 0:
+            task.clock[self.index] = max(task.clock.get(self.index, 0), number)
 
 
-class End:
-    """One task's end of a ring: a role uses it as producer or as consumer."""
-
-    def __init__(self, ring: Ring):
-        self._ring, self._uses = ring, 0
-
-    def _advance(self, barriers: list[Barrier], lag: int) -> Slot:
-        use, index = divmod(self._uses, len(barriers))
-        self._uses += 1
-        barriers[index].wait(use - lag)
-        return Slot(self._ring, index)
-
-    def acquire_and_advance(self) -> Slot:
-        """Producer: wait until the next slot is empty, as all are at first."""
-        return self._advance(self._ring.empty, 1)
-
-    def wait_and_advance(self) -> Slot:
-        """Consumer: wait until the next slot is full."""
-        return self._advance(self._ring.full, 0)
-
-
-class Turn:
-    """Turns of tasks: each waits on its own barrier, where the one before it arrives; no barriers, no turns."""
-
-    def __init__(self, barriers: list[Barrier], task: int):
-        self._barriers, self._task = barriers, task
-
-    def open(self):
-        """Let the first task go."""
-        if self._task == len(self._barriers) - 1:
-            self.pass_on()
-
-    def wait(self):
-        """Wait for this task's turn."""
-        if self._barriers:
-            self._barriers[self._task].sync()
-
-    def pass_on(self):
-        """Give the turn to the next task."""
-        if self._barriers:
-            following = self._barriers[(self._task + 1) % len(self._barriers)]
-            following.arrive()
-            following.machine.give_way()
-
-
-class Accumulator:
-    """Result of asynchronous MMAs in a warp group's registers; whoever touches it while one is in flight gets NaN."""
-
-    def __init__(self, shape: tuple[int, int], fill: float = np.nan):
-        self.array, self.in_flight = np.full(shape, fill, np.float32), 0
-
-    @property
-    def values(self) -> np.ndarray:
-        """Values, to read or to write in place."""
-        if self.in_flight:
-            self.array[:] = np.nan
-        return self.array
-
-
-class MmaQueue:
-    """Asynchronous MMAs of one warp group: they read operands and write accumulators when they are waited for."""
-
-    def __init__(self, machine: Machine):
-        self._machine, self._queue = machine, []
-
-    def issue(self, acc: Accumulator, product: Callable, slots: tuple[Slot, ...], accumulate: bool):
-        """Issue acc (+)= product(arrays in the slots), which must be there from now until it is waited for."""
-        acc.in_flight += 1
-        self._queue.append((acc, product, slots, self._arrays(slots), accumulate))
-
-    def wait(self, pending: int):
-        """Wait until at most ``pending`` are in flight."""
-        self._machine.give_way()
-        while len(self._queue) > pending:
-            acc, product, slots, issued, accumulate = self._queue.pop(0)
-            arrays = self._arrays(slots)
-            result = product(*arrays)
-            if any(now is not then for now, then in zip(arrays, issued)):
-                result = np.nan
-            acc.in_flight -= 1
-            acc.array[:] = acc.array + result if accumulate else result
-
-    def _arrays(self, slots):
-        return [slot.ring.memory.arrays[slot.index] for slot in slots]
+def describe_gap(machine: Machine, clock: Clock, index: int, time: int) -> str:
+    """What a clock lacks of another's time."""
+    other = machine.who(index)
+    if isinstance(other, Lane):
+        done = clock.get(index, 0)
+        return f"it has waited for {done} operations of {other.name}, and this one is number {time}"
+    known = other.lines[min(clock.get(index, 0), len(other.lines) - 1)]
+    last = f"up to {known}" if known else "nothing"
+    return f"of {other.name} it knows {last}"

@@ -4,17 +4,23 @@ Arithmetic is float32, rounded to 16 bit where the kernel rounds. A warpgroup ha
 a warp decides for all its rows whether their softmax shift moves, as in the kernel.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from flash4.common.dsl import plain
 from flash4.common.geometry import ceil_div
+from flash4.common.graph import WARPGROUP
 from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
 from flash4.common.tiles import Grid, TileSchedule
 from flash4.ops import TINY_SCALE
-from flash4.sim.machine import Accumulator, Barrier, End, Machine, Memory, MmaQueue, Ring, Turn
-from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS, ForwardConfig
+from flash4.sim.barriers import NamedBarrier
+from flash4.sim.limits import check_graph
+from flash4.sim.machine import Machine
+from flash4.sim.memory import Fragment, Region, Space
+from flash4.sim.rings import End, MmaQueue, Ring, Turn
+from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS, SMEM_LIMIT, ForwardConfig
+from flash4.sm90.fwd_ops import BARRIER_Q_READ, BARRIER_STORE, BARRIER_TURN
 from flash4.sm90.fwd_roles import ForwardRoles
 
 WARP_ROWS = 16
@@ -92,15 +98,16 @@ class LoadOps:
 
 
 class MmaOps:
-    """Verbs of the ``mma`` role, for one warpgroup; all share the memory ``o`` and the barrier ``q_read``."""
+    """Verbs of the ``mma`` role, for one warpgroup; all share the barrier ``q_read``."""
 
-    def __init__(self, machine: Machine, call: Call, group: int, o: Memory, q_read: Barrier):
+    def __init__(self, machine: Machine, call: Call, group: int, o: Region, q_read: NamedBarrier):
         self._machine, self._call, self._config, self._group = machine, call, call.config, group
+        self._name = f"mma[{group}]"
         self._rows = range(group * MMA_ROWS, (group + 1) * MMA_ROWS)
-        self._sO, self._q_read, self._queue = o, q_read, MmaQueue(machine)
-        self._p = np.full((MMA_ROWS, call.config.tile_n), np.nan, np.float32)
+        self._sO, self._q_read, self._queue = o, q_read, MmaQueue(machine, self._name)
+        self._stores = machine.lane(f"stores of {self._name}", ordered=True)
+        self._p = Fragment(machine, f"P of {self._name}", (MMA_ROWS, call.config.tile_n))
         self._lengths = call.tiles.seqlen_q, call.tiles.seqlen_k
-        self._stores = 0  # in flight
         self.o_borrows_q = call.config.o_borrows_q
 
     def unseen_blocks(self, tile):
@@ -113,19 +120,23 @@ class MmaOps:
 
     def begin(self, tile):
         """O = 0, shift = -inf, l = 0."""
-        self._o = Accumulator((MMA_ROWS, self._config.tile_dv), 0.0)
+        shape = (MMA_ROWS, self._config.tile_dv)
+        self._o = Fragment(self._machine, f"O of {self._name}", shape, 0.0)
         self._shift = np.full(MMA_ROWS, -np.inf, np.float32)
         self._limit, self._total = np.zeros((2, MMA_ROWS), np.float32)
 
     def qk(self, q_slot, k_slot):
         """Issue S = Q K^T into a fresh accumulator."""
-        s = Accumulator((MMA_ROWS, self._config.tile_n))
-        self._queue.issue(s, lambda q, k: matmul(q[self._rows], k.T), (q_slot, k_slot), False)
+        s = Fragment(self._machine, f"S of {self._name}", (MMA_ROWS, self._config.tile_n))
+        operands = (q_slot.region, k_slot.region)
+        self._queue.issue(
+            s, lambda q, k: matmul(q[self._rows], k.T), operands, False, "S = Q K^T"
+        )
         return s
 
     def pv(self, v_slot):
         """Issue O += P V."""
-        self._queue.issue(self._o, lambda v: matmul(self._p, v), (v_slot,), True)
+        self._queue.issue(self._o, matmul, (self._p.region, v_slot.region), True, "O += P V")
 
     def wait_mma(self, pending):
         """Wait until at most ``pending`` MMAs are in flight."""
@@ -157,7 +168,7 @@ class MmaOps:
 
     def convert_p(self, s):
         """Round P to 16 bit into the operand of P V."""
-        self._p[:] = round_to_16_bit(s.values, self._config.bf16)
+        self._p.values[:] = round_to_16_bit(s.values, self._config.bf16)
 
     def rescale_o(self):
         """Let O follow a moved shift."""
@@ -171,23 +182,35 @@ class MmaOps:
         query, head, exists = call.places(tile, self._rows)
         call.lse[tile.batch, head[exists], query[exists]] = lse[exists]
         self._q_read.sync() if self.o_borrows_q else self.wait_store()
-        self._sO.write(self._group, round_to_16_bit(o, self._config.bf16))
+        self._sO.write(round_to_16_bit(o, self._config.bf16))
+        self._machine.fence()
 
         def land():
-            o = self._sO.arrays[self._group][exists, : call.out.shape[3]]
+            o = self._sO.peek()[exists, : call.out.shape[3]]
             call.out[tile.batch, query[exists], head[exists]] = o
-            self._stores -= 1
 
-        self._stores += 1
-        self._machine.start_copy(land)
+        self._stores.issue("the store of O", land, reads=[self._sO])
 
     def wait_store(self):
         """Wait until this warpgroup's stores have read their shared memory."""
-        self._machine.until(lambda: self._stores == 0, lambda: "its store of O")
+        self._stores.join(self._stores.issued)
+
+
+@dataclass(frozen=True)
+class Variation:
+    """What a run may change, to see whether it matters.
+
+    Attributes:
+        roles: class of the role functions.
+        miscounts: (role, ring) -> slots that this role's end counts beyond the ring's.
+    """
+
+    roles: type = ForwardRoles
+    miscounts: dict = field(default_factory=dict)
 
 
 def simulate_forward(
-    config: ForwardConfig, q, k, v, softmax_scale: float, workers=2, seed=0, roles=ForwardRoles
+    config: ForwardConfig, q, k, v, softmax_scale: float, workers=2, seed=0, variation=None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Run the kernel's roles on every tile of a problem.
 
@@ -199,7 +222,7 @@ def simulate_forward(
         softmax_scale: of the sign that ``config.negate`` says.
         workers: CTAs that share the tiles.
         seed: decides whatever the schedule leaves open, and the heads per section.
-        roles: class of the role functions.
+        variation: a ``Variation``; the kernel itself by default.
 
     Returns:
         (out, lse), float32; out holds 16-bit values.
@@ -207,6 +230,16 @@ def simulate_forward(
     Raises:
         Hazard: the schedule deadlocks or breaks a rule of the hardware.
     """
+    out = lse = None
+    for machine, call in forward_machines(config, (q, k, v), softmax_scale, workers, seed, variation):
+        machine.run()
+        out, lse = call.out, call.lse
+    return out, lse
+
+
+def forward_machines(config, tensors, softmax_scale, workers, seed, variation=None):
+    """Yield the machine and the call of every CTA, ready to run; arguments as of ``simulate_forward``."""
+    q, k, v = tensors
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, head_dim_v) = q.shape, v.shape
     groups = ceil_div(heads // heads_kv, config.pack)
     grid = Grid(ceil_div(seqlen_q, config.tile_q), groups, heads_kv, batch)
@@ -214,25 +247,46 @@ def simulate_forward(
     out = np.full((batch, seqlen_q, heads, head_dim_v), np.nan, np.float32)
     lse = np.full((batch, heads, seqlen_q), np.nan, np.float32)
     scale_log2 = np.float32((abs(softmax_scale) or TINY_SCALE) * LOG2E)
+    check_graph(config.graph, SMEM_LIMIT)
     for worker in range(workers):
         tiles = TileSchedule(config.blocks, grid, section, worker, workers, seqlen_q, seqlen_k)
-        _run_cta(Call(config, q, k, v, out, lse, scale_log2, tiles), seed + worker, roles)
-    return out, lse
+        call = Call(config, q, k, v, out, lse, scale_log2, tiles)
+        machine = Machine(seed + worker)
+        _fill_cta(machine, call, variation or Variation())
+        yield machine, call
 
 
-def _run_cta(call: Call, seed: int, roles):
-    """Run the roles of one CTA to their ends."""
-    config, machine, schedule = call.config, Machine(seed), roles()
-    count = config.mma_warpgroups
-    rings = [Ring(machine, spec, count) for spec in config.graph.rings]
-    o, q_read = Memory(count), Barrier(machine, "q read", count)
-    if config.o_borrows_q:
-        o.overlaps, rings[0].memory.overlaps = [rings[0].memory], [o]
-    turns = [Barrier(machine, f"turn[{i}]", 2) for i in range(count) if config.turns and count > 1]
-    ends = [End(ring) for ring in rings]
-    machine.spawn("load", plain(roles.load), schedule, LoadOps(call), call.tiles, *ends)
+def _fill_cta(machine: Machine, call: Call, variation: Variation):
+    """Shared memory, rings, barriers and roles of one CTA, by the config's graph."""
+    config, graph, schedule = call.config, call.config.graph, variation.roles()
+    count, bases = config.mma_warpgroups, graph.addresses()
+    memory = Space(machine)
+    shapes = {
+        "q": (config.tile_m, config.tile_d),
+        "k": (config.tile_n, config.tile_d),
+        "v": (config.tile_n, config.tile_dv),
+    }
+    rings = [
+        Ring(machine, spec, count, memory, bases[spec.name], shapes[spec.name])
+        for spec in graph.rings
+    ]
+    threads = WARPGROUP * count
+    q_read = NamedBarrier(machine, BARRIER_Q_READ, "q read", threads, WARPGROUP)
+    turns = [
+        NamedBarrier(machine, BARRIER_TURN + i, f"turn[{i}]", 2 * WARPGROUP, WARPGROUP)
+        for i in range(count)
+        if config.turns and count > 1
+    ]
+
+    def ends(role):
+        return [End(ring, variation.miscounts.get((role, ring.spec.name), 0)) for ring in rings]
+
+    load, mma = plain(variation.roles.load), plain(variation.roles.mma)
+    machine.spawn("load", load, schedule, LoadOps(call), call.tiles, *ends("load"))
+    part = config.o_bytes // count
     for group in range(count):
-        ends, turn = [End(ring) for ring in rings], Turn(turns, group)
-        ops = MmaOps(machine, call, group, o, q_read)
-        machine.spawn(f"mma[{group}]", plain(roles.mma), schedule, ops, call.tiles, *ends, turn)
-    machine.run()
+        machine.name_barrier(BARRIER_STORE + group, f"store of mma[{group}]")
+        at = bases["o"] + group * part
+        o = Region(memory, f"o[{group}]", at, at + part, (MMA_ROWS, config.tile_dv))
+        ops, turn = MmaOps(machine, call, group, o, q_read), Turn(turns, group)
+        machine.spawn(f"mma[{group}]", mma, schedule, ops, call.tiles, *ends("mma"), turn)

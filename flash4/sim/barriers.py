@@ -1,0 +1,135 @@
+"""Barriers and semaphores, with the rules that keep their counts meaningful.
+
+A phase of a barrier is told from the next one by its parity only. So whoever arrives or waits must come after the phase
+before, and no phase may end before everyone who waits for the last has seen it. Both are checked by clocks.
+"""
+
+from flash4.sim.machine import Hazard, Machine, Operation, Task, describe_gap, join, knows
+
+
+class Barrier:
+    """An mbarrier: a phase completes when its arrivals and the bytes that they announced are all there."""
+
+    def __init__(self, machine: Machine, name: str, arrivals: int):
+        self.machine, self.name, self.arrivals = machine, name, arrivals
+        self.phase, self.missing, self.bytes = 0, arrivals, 0
+        self._clock, self._done, self._seen, self._waiting = {}, [], {}, {}
+        self._raisers: dict[str, Task] = {}
+        machine.barriers.append(self)
+
+    def arrive(self, count: int = 1, nbytes: int = 0):
+        """Arrive, and announce bytes; negative are bytes that landed."""
+        machine, actor = self.machine, self.machine.actor
+        machine.note("arrive", self.name, count, nbytes)
+        if self.phase and not knows(actor.clock, self._done[-1]):
+            raise Hazard(
+                f"{actor.name} arrives at {self.name} for phase {self.phase} at {machine.place()}, but "
+                f"nothing makes it come after phase {self.phase - 1}: it may count there; "
+                f"{self._gap(actor.clock, self._done[-1])}"
+            )
+        if isinstance(actor, Task):
+            self._raisers[actor.name] = actor
+        join(self._clock, actor.clock)
+        self.missing, self.bytes = self.missing - count, self.bytes + nbytes
+        if self.missing < 0:
+            raise Hazard(
+                f"{self.name}: more than {self.arrivals} arrivals in phase {self.phase}, the last by "
+                f"{actor.name} at {machine.place()}"
+            )
+        machine.publish()
+        if self.missing == self.bytes == 0:
+            self._complete()
+
+    def _complete(self):
+        for waiter, time in self._seen.items():
+            if self._clock.get(waiter.index, 0) < time:
+                raise Hazard(
+                    f"phase {self.phase} of {self.name} may end before {waiter.name} has seen phase "
+                    f"{self.phase - 1}: only their parity tells them apart"
+                )
+        self._done.append(self._clock)
+        self._clock, self._seen = {}, {}
+        self.phase, self.missing = self.phase + 1, self.arrivals
+        for waiter, phase in self._waiting.items():
+            self._check_passed(waiter, phase)
+
+    def _check_passed(self, waiter, phase):
+        if self.phase > phase + 1:
+            raise Hazard(
+                f"phase {phase + 1} of {self.name} ended before {waiter.name} saw phase {phase} at "
+                f"{waiter.place}: only their parity tells them apart"
+            )
+
+    def wait(self, phase: int):
+        """Wait until ``phase`` is complete; by its parity, which is all that the hardware looks at."""
+        machine, task = self.machine, self.machine.actor
+        machine.note("wait", self.name, phase)
+        self._check_passed(task, phase)
+        self._waiting[task] = phase
+        machine.until(lambda: (self.phase - phase) % 2 == 1, lambda: self._story(task, phase))
+        del self._waiting[task]
+        if self.phase != phase + 1 or (phase > 0 and not knows(task.clock, self._done[phase - 1])):
+            raise Hazard(
+                f"{task.name} waits for phase {phase} of {self.name} at {task.place} without having "
+                f"seen phase {phase - 1}: by its parity the wait may end at once"
+            )
+        if phase >= 0:
+            join(task.clock, self._done[phase])
+        self._seen[task] = task.clock.get(task.index, 0)
+
+    def sync(self):
+        """Arrive and wait, as at a named barrier."""
+        phase = self.phase
+        self.arrive()
+        self.wait(phase)
+
+    def _story(self, task, phase) -> str:
+        left = [name for name, raiser in self._raisers.items() if raiser.left]
+        gone = f"; {', '.join(left)}, which arrived there before, has left" if left else ""
+        return (
+            f"phase {phase} of {self.name} (now {self.phase}, {self.missing} of {self.arrivals} "
+            f"arrivals and {self.bytes} bytes missing) at {task.place}{gone}"
+        )
+
+    def _gap(self, clock, other) -> str:
+        index = next(i for i, time in other.items() if clock.get(i, 0) < time)
+        return describe_gap(self.machine, clock, index, other[index])
+
+
+class NamedBarrier(Barrier):
+    """One of a CTA's 15 named barriers; ``threads`` as the instruction counts them, ``unit`` for each arrival."""
+
+    def __init__(self, machine: Machine, number: int, name: str, threads: int, unit: int):
+        machine.name_barrier(number, name)
+        super().__init__(machine, f"{name} (barrier {number})", threads // unit)
+
+
+class Semaphore:
+    """A counter in global memory: whoever waits for a target knows that this many have added, not which."""
+
+    def __init__(self, machine: Machine, name: str):
+        self.machine, self.name = machine, name
+        self._clocks = [{}]  # what is known once the counter shows its index
+
+    def add(self):
+        """Add one, with release semantics."""
+        actor = self.machine.actor
+        assert not isinstance(actor, Operation)
+        self.machine.note("arrive", self.name, 1)
+        clock = dict(self._clocks[-1])
+        join(clock, actor.clock)
+        self._clocks.append(clock)
+        self.machine.publish()
+        self.machine.give_way()
+
+    def wait(self, target: int):
+        """Wait until the counter is at least ``target``; more may have come, but nobody can rely on it."""
+        machine, task = self.machine, self.machine.actor
+        machine.note("wait", self.name, target)
+        machine.until(
+            lambda: len(self._clocks) > target,
+            lambda: (
+                f"{target} counts of {self.name} (now {len(self._clocks) - 1}) at {task.place}"
+            ),
+        )
+        join(task.clock, self._clocks[target])

@@ -1,0 +1,252 @@
+"""Breaks a schedule in every small way, to see whether the simulator notices.
+
+A mutant is the role source with one statement dropped, swapped with its neighbour, or changed by one. It is reported if
+a hazard shows, the run fails, or the numbers differ. What is not reported is either harmless, for a reason that
+somebody can give, or a hole in the simulator.
+"""
+
+import ast
+import inspect
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from flash4.sim.machine import Hazard
+from flash4.sim.sm90_fwd import Variation, round_to_16_bit, simulate_forward
+from flash4.sm90 import fwd_roles
+from flash4.sm90.fwd_config import ForwardConfig
+
+DROPPED = {"commit", "release", "open", "wait", "pass_on", "wait_mma", "wait_store"}
+UNWAITED = {"acquire_and_advance", "wait_and_advance"}  # dropped, they still move on to the next slot
+SYNCHRONISES = DROPPED | UNWAITED
+SEEDS = 3
+
+
+class BorrowingConfig(ForwardConfig):
+    """A config whose O lies in Q's memory, however small both are."""
+
+    o_borrows_q = True
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What mutants run on."""
+
+    config: ForwardConfig
+    seqlen_q: int
+    seqlen_k: int
+    heads: int = 1
+    workers: int = 1
+
+    def tensors(self):
+        """Random normal q, k and v."""
+        rng, c = np.random.default_rng(0), self.config
+
+        def draw(seqlen, head_dim):
+            x = rng.standard_normal((1, seqlen, self.heads, head_dim), np.float32)
+            return round_to_16_bit(x, c.bf16)
+
+        return (
+            draw(self.seqlen_q, c.tile_d),
+            draw(self.seqlen_k, c.tile_d),
+            draw(self.seqlen_k, c.tile_dv),
+        )
+
+
+# Rings that wrap within a tile and over tiles, one and two warpgroups, turns, skipped blocks, O in Q's memory.
+PROBLEMS = (
+    Problem(ForwardConfig(True, 16, 16, 128, 16, True, turns=True), 200, 110, 2),
+    Problem(BorrowingConfig(True, 16, 16, 128, 16, False), 300, 75),
+    Problem(ForwardConfig(True, 16, 16, 256, 32, True, stages=4, skip=True), 600, 600),
+    Problem(ForwardConfig(True, 16, 16, 64, 16, False), 200, 30),
+    Problem(ForwardConfig(True, 16, 16, 128, 16, True), 300, 300, 2, 2),
+)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A changed schedule.
+
+    Attributes:
+        name: what is changed, without line numbers, which move.
+        line: of the role source; 0 where it is none.
+        synchronises: drops or moves a synchronisation.
+        build: makes the variation to run.
+    """
+
+    name: str
+    line: int
+    synchronises: bool
+    build: Callable[[], Variation]
+
+
+def call_of(statement: ast.stmt) -> ast.Call | None:
+    """Method call that a simple statement consists of, or assigns."""
+    if isinstance(statement, ast.Expr | ast.Assign) and isinstance(statement.value, ast.Call):
+        return statement.value if isinstance(statement.value.func, ast.Attribute) else None
+    return None
+
+
+def verb_of(statement: ast.stmt) -> str:
+    """Name of the method that a statement calls, or ""."""
+    call = call_of(statement)
+    return call.func.attr if call else ""
+
+
+def blocks(tree: ast.Module) -> Iterator[tuple[str, list[ast.stmt]]]:
+    """(role, statements) of every block of every role, in a fixed order."""
+    roles = next(node for node in tree.body if isinstance(node, ast.ClassDef))
+    for role in roles.body:
+        if isinstance(role, ast.FunctionDef):
+            for node in ast.walk(role):
+                for field in ("body", "orelse"):
+                    statements = getattr(node, field, None)
+                    if isinstance(statements, list) and statements:
+                        yield role.name, statements
+
+
+def text_of(statement: ast.stmt) -> str:
+    """First line of a statement."""
+    return ast.unparse(statement).partition("\n")[0]
+
+
+def drop(statements, i):
+    """Forget a synchronisation."""
+    if verb_of(statements[i]) in UNWAITED:
+        call_of(statements[i]).func.attr = "advance_unwaited"
+    else:
+        statements[i] = ast.copy_location(ast.Pass(), statements[i])
+
+
+def swap(statements, i):
+    """Exchange a statement and the next."""
+    statements[i : i + 2] = statements[i + 1], statements[i]
+
+
+def shift(argument: int, amount: int):
+    """Edit that adds to an argument of the range, or of the call, in a statement."""
+
+    def edit(statements, i):
+        statement = statements[i]
+        call = statement.iter if isinstance(statement, ast.For) else call_of(statement)
+        old = call.args[argument]
+        new = ast.BinOp(old, ast.Add(), ast.Constant(amount))
+        call.args[argument] = ast.fix_missing_locations(ast.copy_location(new, old))
+
+    return edit
+
+
+def edits(statements: list[ast.stmt]) -> Iterator[tuple[int, str, bool, Callable]]:
+    """(index, name, whether it synchronises, edit) of all changes to a block."""
+    for i, statement in enumerate(statements):
+        verb, text = verb_of(statement), text_of(statement)
+        if verb in SYNCHRONISES:
+            yield i, f"drop {text}", True, drop
+        if verb == "wait_mma":
+            for amount in (1, -1) if statement.value.args[0].value else (1,):
+                yield i, f"{text} {amount:+}", True, shift(0, amount)
+        if isinstance(statement, ast.For) and ast.unparse(statement.iter).startswith("range("):
+            for argument in range(len(statement.iter.args)):
+                for amount in (1, -1):
+                    yield i, f"{text} argument {argument} {amount:+}", False, shift(argument, amount)
+        if i + 1 < len(statements):
+            following = statements[i + 1]
+            verbs = {verb, verb_of(following)}
+            simple = all(isinstance(s, ast.Expr | ast.Assign) for s in (statement, following))
+            if simple or "release" in verbs:
+                name = f"swap {text} <-> {text_of(following)}"
+                yield i, name, bool(verbs & SYNCHRONISES), swap
+
+
+def mutants_of_source(source: str, path: str, class_name: str) -> Iterator[Mutant]:
+    """All mutants of a module of roles."""
+    seen = {}
+
+    def build(number, index, edit):
+        def variation():
+            tree = ast.parse(source, path)
+            statements = [block for _, block in blocks(tree)][number]
+            edit(statements, index)
+            namespace = {"__name__": "mutant"}
+            exec(compile(tree, path, "exec"), namespace)  # with the file's lines, for stories
+            return Variation(namespace[class_name])
+
+        return variation
+
+    for number, (role, statements) in enumerate(blocks(ast.parse(source, path))):
+        for index, text, synchronises, edit in edits(statements):
+            name = f"{role}: {text}"
+            seen[name] = count = seen.get(name, 0) + 1
+            name += f" #{count}" if count > 1 else ""
+            yield Mutant(name, statements[index].lineno, synchronises, build(number, index, edit))
+
+
+def sm90_fwd_mutants() -> list[Mutant]:
+    """All mutants of the Hopper forward: of its source, and of how its ends count slots."""
+    source = inspect.getsource(fwd_roles)
+    found = list(mutants_of_source(source, fwd_roles.__file__, "ForwardRoles"))
+    for role in ("load", "mma"):
+        for ring in ("q", "k", "v"):
+            for amount in (1, -1) if ring != "q" else (1,):
+                miscounts = {(role, ring): amount}
+                found.append(
+                    Mutant(
+                        f"{role}: counts the slots of {ring} {amount:+}",
+                        0,
+                        False,
+                        lambda miscounts=miscounts: Variation(miscounts=miscounts),
+                    )
+                )
+    return found
+
+
+class Jury:
+    """Runs variations on the problems and compares with what the kernel itself gives."""
+
+    def __init__(self, problems=PROBLEMS, seeds: int = SEEDS):
+        self._seeds = seeds
+        self._problems = [(problem, problem.tensors()) for problem in problems]
+        self._expected = [self._run(*case, 0, None) for case in self._problems]
+
+    def _run(self, problem, tensors, seed, variation):
+        scale = problem.config.tile_d**-0.5
+        return simulate_forward(problem.config, *tensors, scale, problem.workers, seed, variation)
+
+    def verdict(self, mutant: Mutant) -> str | None:
+        """How a mutant is reported; None if it is not."""
+        variation = mutant.build()
+        for seed in range(self._seeds):
+            for case, expected in zip(self._problems, self._expected):
+                try:
+                    result = self._run(*case, seed, variation)
+                except Hazard as hazard:
+                    return f"{type(hazard).__name__.lower()}: {hazard}"
+                except Exception as error:  # a mutant may fail in any way
+                    return f"{type(error).__name__}: {error}"
+                if not all(np.array_equal(a, b) for a, b in zip(result, expected)):
+                    return "wrong numbers"
+        return None
+
+
+KERNELS = {"sm90-fwd": sm90_fwd_mutants}
+
+
+def command(kernel: str, harmless: dict[str, str], sample: int | None, seed: int) -> int:
+    """Judge a kernel's mutants and print the verdicts; returns 1 if one is neither reported nor known as harmless."""
+    mutants, jury, start = KERNELS[kernel](), Jury(), time.perf_counter()
+    if sample is not None:
+        mutants = random.Random(seed).sample(mutants, min(sample, len(mutants)))
+    counts = {"reported": 0, "harmless": 0, "NOT REPORTED": 0}
+    for mutant in mutants:
+        report = jury.verdict(mutant)
+        known = harmless.get(mutant.name)
+        kind = "reported" if report else "harmless" if known else "NOT REPORTED"
+        counts[kind] += 1
+        where = f"{mutant.line:4}" if mutant.line else "    "
+        print(f"{kind:12} {where} {mutant.name}\n{'':17} {report or known or ''}", flush=True)
+    print(f"{len(mutants)} mutants in {time.perf_counter() - start:.0f} s:", end=" ")
+    print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    return 1 if counts["NOT REPORTED"] else 0

@@ -1,0 +1,165 @@
+"""What roles hold in their hands: ring ends, slots, turns, and a warp group's queue of MMAs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from flash4.sim.barriers import Barrier
+from flash4.sim.machine import Hazard, Machine
+from flash4.sim.memory import Fragment, Region, Space
+
+
+class Ring:
+    """Slots that TMA fills, with a "full" and an "empty" barrier each; ``readers`` tasks share the arrivals."""
+
+    def __init__(
+        self, machine: Machine, spec, readers: int, space: Space | None = None, at=0, shape=(1, 1)
+    ):
+        self.machine, self.spec = machine, spec
+        self.arrivals_per_reader = spec.consumer_arrivals // readers
+        space = space or Space(machine)
+        size, slots = spec.stage_bytes, range(spec.stages)
+        self.regions = [
+            Region(space, f"{spec.name}[{i}]", at + i * size, at + (i + 1) * size, shape)
+            for i in slots
+        ]
+        self.lanes = [machine.lane(f"copies into {spec.name}[{i}]", ordered=False) for i in slots]
+        self.full = [Barrier(machine, f"{spec.name} full[{i}]", 1) for i in slots]
+        self.empty = [
+            Barrier(machine, f"{spec.name} empty[{i}]", spec.consumer_arrivals) for i in slots
+        ]
+        machine.at_exit.append(self._check_balance)
+
+    def _check_balance(self):
+        for full, empty in zip(self.full, self.empty):
+            if full.phase != empty.phase or full.missing != 1 or empty.missing != empty.arrivals:
+                raise Hazard(
+                    f"the CTA ends with {full.name} filled {full.phase} times and released "
+                    f"{empty.phase} times ({empty.arrivals - empty.missing} of {empty.arrivals} arrivals "
+                    f"of one more)"
+                )
+
+
+@dataclass(eq=False)
+class Slot:
+    """One use of a ring's slot by one task."""
+
+    ring: Ring
+    index: int
+    released: object = None
+
+    @property
+    def region(self) -> Region:
+        """Memory of the slot."""
+        return self.ring.regions[self.index]
+
+    def fill(self, block: np.ndarray, nbytes: int):
+        """Start the TMA copy of ``block`` into the slot."""
+        ring, region = self.ring, self.region
+
+        def land():
+            region.poke(block)
+            ring.full[self.index].arrive(0, -nbytes)
+
+        ring.lanes[self.index].issue(f"the copy into {region.name}", land, writes=[region])
+        region.spoil()
+
+    def commit(self):
+        """Producer: announce the bytes; the slot is full when they have landed."""
+        self._leave()
+        self.ring.full[self.index].arrive(1, self.ring.spec.stage_bytes)
+        self.ring.machine.give_way()
+
+    def release(self):
+        """Consumer: this task no longer reads the slot."""
+        self._leave()
+        self.ring.empty[self.index].arrive(self.ring.arrivals_per_reader)
+        self.ring.machine.give_way()
+
+    def _leave(self):
+        machine, place = self.ring.machine, self.ring.machine.place()
+        if self.released is not None:
+            raise Hazard(
+                f"{machine.actor.name} gives {self.region.name} away twice: at {self.released}, and again "
+                f"at {place}"
+            )
+        self.released = place or "its setup"
+
+
+class End:
+    """One task's end of a ring: a role uses it as producer or as consumer.
+
+    Args:
+        ring: the ring.
+        miscount: slots that this end counts beyond the ring's; for mutants, which make mistakes.
+    """
+
+    def __init__(self, ring: Ring, miscount: int = 0):
+        self._ring, self._uses, self._stages = ring, 0, ring.spec.stages + miscount
+
+    def _advance(self, barriers: list[Barrier] | None, lag: int = 0) -> Slot:
+        use, index = divmod(self._uses, self._stages)
+        self._uses += 1
+        if index >= self._ring.spec.stages:
+            raise Hazard(f"{self._ring.spec.name}: slot {index} of {self._ring.spec.stages}")
+        if barriers is not None:
+            barriers[index].wait(use - lag)
+        return Slot(self._ring, index)
+
+    def acquire_and_advance(self) -> Slot:
+        """Producer: wait until the next slot is empty, as all are at first."""
+        return self._advance(self._ring.empty, 1)
+
+    def wait_and_advance(self) -> Slot:
+        """Consumer: wait until the next slot is full."""
+        return self._advance(self._ring.full)
+
+    def advance_unwaited(self) -> Slot:
+        """What a role does that forgets to wait."""
+        return self._advance(None)
+
+
+class Turn:
+    """Turns of tasks: each waits on its own barrier, where the one before it arrives; no barriers, no turns."""
+
+    def __init__(self, barriers: list[Barrier], task: int):
+        self._barriers, self._task = barriers, task
+
+    def open(self):
+        """Let the first task go."""
+        if self._task == len(self._barriers) - 1:
+            self.pass_on()
+
+    def wait(self):
+        """Wait for this task's turn."""
+        if self._barriers:
+            self._barriers[self._task].sync()
+
+    def pass_on(self):
+        """Give the turn to the next task."""
+        if self._barriers:
+            following = self._barriers[(self._task + 1) % len(self._barriers)]
+            following.arrive()
+            following.machine.give_way()
+
+
+class MmaQueue:
+    """Asynchronous MMAs of one warp group, in order."""
+
+    def __init__(self, machine: Machine, name: str):
+        self._machine, self._lane = machine, machine.lane(f"the tensor core for {name}", True)
+
+    def issue(self, acc: Fragment, product: Callable, operands, accumulate: bool, label: str):
+        """Issue acc (+)= product(arrays of the operand regions), which it reads until it is waited for."""
+
+        def land():
+            result = product(*(region.peek() for region in operands))
+            acc.region.poke(acc.region.peek() + result if accumulate else result)
+
+        self._lane.issue(label, land, reads=operands, writes=[acc.region])
+
+    def wait(self, pending: int):
+        """Wait until at most ``pending`` are in flight."""
+        self._machine.give_way()
+        self._lane.join(self._lane.issued - pending)
