@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import tempfile
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     problem, kernel = _problem_options(), _kernel_options()
+    small = _problem_options(batch=1, seqlen=1024, heads=1)
 
     def add(name, run, text, *parents):
         command = commands.add_parser(name, help=text, description=text, parents=parents)
@@ -45,23 +47,50 @@ def _parser() -> argparse.ArgumentParser:
     add("describe", describe, "print a kernel's config, roles, rings and memory", kernel, problem)
     sass = add("sass", disassemble, "compile a kernel and count its machine code", kernel, problem)
     sass.add_argument("--dump-dir", type=Path, help="write PTX, cubin and SASS to this folder")
+    _add_simulator(add, kernel, small)
     return parser
 
 
-def _problem_options() -> argparse.ArgumentParser:
+def _add_simulator(add, kernel, problem):
+    run = add("simulate", simulate, "run a kernel's own roles on a CPU", kernel, problem)
+    for name, default, text in (
+        ("--seed", 0, "order of everything that the schedule leaves open"),
+        ("--ctas", 2, "CTAs that share the tiles"),
+        ("--rows", 40, "rows of the timeline"),
+    ):
+        text += f"; default: {default}"
+        run.add_argument(name, type=int, default=default, metavar="N", help=text)
+    run.add_argument(
+        "--exhaustive", action="store_true", help="walk through every order; for small problems"
+    )
+    broken = add("mutants", mutants, "break a kernel's schedule and see what is noticed", kernel)
+    broken.add_argument("--sample", type=int, metavar="N", help="only N of them, drawn by --seed")
+    broken.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    broken.add_argument(
+        "--harmless",
+        type=Path,
+        metavar="FILE",
+        help="JSON of mutants that break nothing, each with the reason",
+    )
+
+
+def _problem_options(batch=4, seqlen=4096, heads=16) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(add_help=False)
     group = options.add_argument_group("the call")
     for name, default, text in (
-        ("--batch", 4, "batch entries"),
-        ("--seqlen-q", 4096, "queries per entry"),
+        ("--batch", batch, "batch entries"),
+        ("--seqlen-q", seqlen, "queries per entry"),
         ("--seqlen-k", None, "keys per entry; default: as many as queries"),
-        ("--heads", 16, "query heads"),
+        ("--heads", heads, "query heads"),
         ("--heads-kv", None, "KV heads; default: as many as query heads"),
         ("--head-dim", 128, "of queries and keys"),
         ("--head-dim-v", None, "of values; default: that of queries"),
     ):
         text += "" if default is None else f"; default: {default}"
-        group.add_argument(name, type=int, default=default, metavar="N", help=text)
+        names = (name, "--seqlen") if name == "--seqlen-q" else (name,)
+        group.add_argument(
+            *names, type=int, default=default, metavar="N", help=text, dest=name[2:].replace("-", "_")
+        )
     group.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
     group.add_argument("--causal", action="store_true", help="bottom-right causal mask")
     group.add_argument(
@@ -186,3 +215,20 @@ def disassemble(arguments) -> int:
             path.write_bytes(content)
             print(f"wrote {path}")
     return 0
+
+
+def simulate(arguments) -> int:
+    """``simulate``."""
+    from flash4.sim import simulate as simulation
+
+    _, _, config, _ = _configure(arguments)
+    return simulation.command(arguments, config, meta_tensors(arguments))
+
+
+def mutants(arguments) -> int:
+    """``mutants``."""
+    from flash4.sim import mutants as breaking
+
+    path = arguments.harmless
+    harmless = {} if path is None else json.loads(path.read_text("utf-8"))
+    return breaking.command(arguments.kernel, harmless, arguments.sample, arguments.seed)

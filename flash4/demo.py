@@ -65,12 +65,16 @@ def draw(sizes: dict[str, int], device: str) -> tuple[torch.Tensor, torch.Tensor
 
 
 class Check:
-    """Compares results with float64; allows twice the error of torch's own bfloat16 math, and one rounding."""
+    """Compares results with float64; allows twice the error of torch's own bfloat16 math, and one rounding.
 
-    def __init__(self, q, k, v):
+    Causal, unless ``options`` of the reference say otherwise.
+    """
+
+    def __init__(self, q, k, v, **options):
+        options = {"causal": True, **options}
         with torch.no_grad():
-            self.exact = reference.attention(q, k, v, causal=True)
-            native = reference.attention(q, k, v, causal=True, compute_dtype=None)
+            self.exact = reference.attention(q, k, v, **options)
+            native = reference.attention(q, k, v, **options, compute_dtype=None)
         rounding = torch.finfo(q.dtype).eps * self.exact.abs().max().item()
         self.native = self.error(native)
         self.allowed = 2 * self.native + rounding
@@ -85,7 +89,7 @@ class Check:
         good = error <= self.allowed
         say(
             f"  {name}: largest error {error:.2e}, allowed {self.allowed:.2e} "
-            f"(torch in bfloat16: {self.native:.2e}) {'ok' if good else 'WRONG'}"
+            f"(torch's own math: {self.native:.2e}) {'ok' if good else 'WRONG'}"
         )
         return good
 

@@ -4,7 +4,7 @@ A phase of a barrier is told from the next one by its parity only. So whoever ar
 before, and no phase may end before everyone who waits for the last has seen it. Both are checked by clocks.
 """
 
-from flash4.sim.machine import Hazard, Machine, Operation, Task, describe_gap, join, knows
+from flash4.sim.machine import Hazard, Machine, Operation, describe_gap, join, knows
 
 
 class Barrier:
@@ -14,7 +14,6 @@ class Barrier:
         self.machine, self.name, self.arrivals = machine, name, arrivals
         self.phase, self.missing, self.bytes = 0, arrivals, 0
         self._clock, self._done, self._seen, self._waiting = {}, [], {}, {}
-        self._raisers: dict[str, Task] = {}
         machine.barriers.append(self)
 
     def arrive(self, count: int = 1, nbytes: int = 0):
@@ -22,13 +21,11 @@ class Barrier:
         machine, actor = self.machine, self.machine.actor
         machine.note("arrive", self.name, count, nbytes)
         if self.phase and not knows(actor.clock, self._done[-1]):
-            raise Hazard(
+            machine.report(
                 f"{actor.name} arrives at {self.name} for phase {self.phase} at {machine.place()}, but "
                 f"nothing makes it come after phase {self.phase - 1}: it may count there; "
                 f"{self._gap(actor.clock, self._done[-1])}"
             )
-        if isinstance(actor, Task):
-            self._raisers[actor.name] = actor
         join(self._clock, actor.clock)
         self.missing, self.bytes = self.missing - count, self.bytes + nbytes
         if self.missing < 0:
@@ -43,7 +40,7 @@ class Barrier:
     def _complete(self):
         for waiter, time in self._seen.items():
             if self._clock.get(waiter.index, 0) < time:
-                raise Hazard(
+                self.machine.report(
                     f"phase {self.phase} of {self.name} may end before {waiter.name} has seen phase "
                     f"{self.phase - 1}: only their parity tells them apart"
                 )
@@ -69,11 +66,11 @@ class Barrier:
         machine.until(lambda: (self.phase - phase) % 2 == 1, lambda: self._story(task, phase))
         del self._waiting[task]
         if self.phase != phase + 1 or (phase > 0 and not knows(task.clock, self._done[phase - 1])):
-            raise Hazard(
+            machine.report(
                 f"{task.name} waits for phase {phase} of {self.name} at {task.place} without having "
                 f"seen phase {phase - 1}: by its parity the wait may end at once"
             )
-        if phase >= 0:
+        if 0 <= phase < self.phase:
             join(task.clock, self._done[phase])
         self._seen[task] = task.clock.get(task.index, 0)
 
@@ -84,11 +81,12 @@ class Barrier:
         self.wait(phase)
 
     def _story(self, task, phase) -> str:
-        left = [name for name, raiser in self._raisers.items() if raiser.left]
-        gone = f"; {', '.join(left)}, which arrived there before, has left" if left else ""
+        nbytes = f"{self.bytes} bytes missing"
+        if self.bytes < 0:
+            nbytes = f"no bytes missing, but {-self.bytes} unannounced ones there"
         return (
             f"phase {phase} of {self.name} (now {self.phase}, {self.missing} of {self.arrivals} "
-            f"arrivals and {self.bytes} bytes missing) at {task.place}{gone}"
+            f"arrivals and {nbytes}) at {task.place}"
         )
 
     def _gap(self, clock, other) -> str:

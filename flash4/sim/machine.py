@@ -96,7 +96,6 @@ class Task:
     clock: Clock = field(default_factory=dict)
     lines: list = field(default_factory=lambda: [None])
     place: Place | None = None
-    left: bool = False
 
 
 @dataclass(eq=False)
@@ -111,9 +110,15 @@ class Operation:
 
 
 class Machine:
-    """One CTA, or several that share memory: runs its tasks to their ends."""
+    """One CTA, or several that share memory: runs its tasks to their ends.
 
-    def __init__(self, seed: int):
+    Args:
+        seed: picks the order.
+        strict: stop at the first hazard; else go on after those that leave a way to, and collect them.
+    """
+
+    def __init__(self, seed: int, strict: bool = True):
+        self._strict, self.hazards = strict, []
         self._random = random.Random(seed)
         self._patience = self._random.choice(PATIENCE)
         self._indices, self._running, self._named = 0, [], {}
@@ -160,6 +165,12 @@ class Machine:
         self.trace.append(Step(self.actor.name, kind, target, count, nbytes, place, touches))
         if isinstance(self.actor, Task):
             self.actor.place = place
+
+    def report(self, story: str):
+        """Raise a hazard, or collect it."""
+        if self._strict:
+            raise Hazard(story)
+        self.hazards.append(story)
 
     def publish(self):
         """End the acting task's current time: what it does next is unknown to those who learn its clock now."""
@@ -224,12 +235,13 @@ class Machine:
             request = task.thread.switch()
             self.actor = self.host
             if task.thread.dead:
-                task.left = True
                 self._running.remove(task)
             else:
                 task.ready, task.what = request
         else:
-            raise Deadlock("; ".join(f"{t.name} waits for {t.what()}" for t in self._running))
+            stories = [f"{task.name} waits for {task.what()}" for task in self._running]
+            stories += [f"{t.name} has left" for t in self.tasks if t not in self._running]
+            raise Deadlock("; ".join(stories))
 
     def _check_lanes(self):
         known: Clock = {}
@@ -237,7 +249,7 @@ class Machine:
             join(known, task.clock)
         for lane in self.lanes:
             if known.get(lane.index, 0) < lane.issued:
-                raise Hazard(
+                self.report(
                     f"the CTA ends, and nobody has waited for {lane.last.name}, issued at "
                     f"{lane.last.place}: it may still use the CTA's shared memory"
                 )
@@ -254,7 +266,7 @@ class Lane:
     """
 
     def __init__(self, machine: Machine, name: str, index: int, ordered: bool):
-        self.machine, self.name, self.index, self._ordered = machine, name, index, ordered
+        self.machine, self.name, self.index, self.ordered = machine, name, index, ordered
         self.flying: deque[Operation] = deque()
         self.issued, self.landed, self._clock, self.last = 0, 0, {}, None
 
@@ -265,7 +277,7 @@ class Lane:
         names = tuple((region.name, write) for region, write in touches)
         machine.note("issue", self.name, self.issued + 1, touches=names)
         clock = dict(task.clock)
-        if self._ordered:
+        if self.ordered:
             clock[self.index] = self.issued
         self.issued += 1
         name = f"{label} of {task.name}"

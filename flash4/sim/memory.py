@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flash4.sim.machine import Clock, Hazard, Machine, Operation, Place, describe_gap
+from flash4.sim.machine import Clock, Machine, Operation, Place, describe_gap
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class Space:
                 self._race(region, write, who, clock, use)
             if epoch and use.write and self.proxies and use.fenced != 0:
                 if use.fenced is None or clock.get(use.index, 0) < use.fenced:
-                    raise Hazard(
+                    machine.report(
                         f"proxy fence missing: {who} at {place} uses {region.name}, which "
                         f"{use.who} wrote at {use.place}"
                         + ("" if use.fenced is None else f" and fenced too late for {who} to know")
@@ -84,7 +84,7 @@ class Space:
 
     def _race(self, region, write, who, clock, use: Access):
         now, then = "writes" if write else "reads", "written" if use.write else "read"
-        raise Hazard(
+        self.machine.report(
             f"race on {region.name}: {who} {now} it at {self.machine.place()}, but it may still be "
             f"{then} by {use.who}, {use.place}: {describe_gap(self.machine, clock, use.index, use.time)}"
         )

@@ -142,6 +142,8 @@ def shift(argument: int, amount: int):
 def edits(statements: list[ast.stmt]) -> Iterator[tuple[int, str, bool, Callable]]:
     """(index, name, whether it synchronises, edit) of all changes to a block."""
     for i, statement in enumerate(statements):
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            continue  # the docstring
         verb, text = verb_of(statement), text_of(statement)
         if verb in SYNCHRONISES:
             yield i, f"drop {text}", True, drop

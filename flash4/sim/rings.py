@@ -34,7 +34,7 @@ class Ring:
     def _check_balance(self):
         for full, empty in zip(self.full, self.empty):
             if full.phase != empty.phase or full.missing != 1 or empty.missing != empty.arrivals:
-                raise Hazard(
+                self.machine.report(
                     f"the CTA ends with {full.name} filled {full.phase} times and released "
                     f"{empty.phase} times ({empty.arrivals - empty.missing} of {empty.arrivals} arrivals "
                     f"of one more)"
@@ -80,7 +80,7 @@ class Slot:
     def _leave(self):
         machine, place = self.ring.machine, self.ring.machine.place()
         if self.released is not None:
-            raise Hazard(
+            machine.report(
                 f"{machine.actor.name} gives {self.region.name} away twice: at {self.released}, and again "
                 f"at {place}"
             )

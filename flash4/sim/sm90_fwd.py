@@ -203,10 +203,12 @@ class Variation:
     Attributes:
         roles: class of the role functions.
         miscounts: (role, ring) -> slots that this role's end counts beyond the ring's.
+        strict: as of ``Machine``.
     """
 
     roles: type = ForwardRoles
     miscounts: dict = field(default_factory=dict)
+    strict: bool = True
 
 
 def simulate_forward(
@@ -239,7 +241,7 @@ def simulate_forward(
 
 def forward_machines(config, tensors, softmax_scale, workers, seed, variation=None):
     """Yield the machine and the call of every CTA, ready to run; arguments as of ``simulate_forward``."""
-    q, k, v = tensors
+    (q, k, v), variation = tensors, variation or Variation()
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, head_dim_v) = q.shape, v.shape
     groups = ceil_div(heads // heads_kv, config.pack)
     grid = Grid(ceil_div(seqlen_q, config.tile_q), groups, heads_kv, batch)
@@ -251,8 +253,8 @@ def forward_machines(config, tensors, softmax_scale, workers, seed, variation=No
     for worker in range(workers):
         tiles = TileSchedule(config.blocks, grid, section, worker, workers, seqlen_q, seqlen_k)
         call = Call(config, q, k, v, out, lse, scale_log2, tiles)
-        machine = Machine(seed + worker)
-        _fill_cta(machine, call, variation or Variation())
+        machine = Machine(seed + worker, variation.strict)
+        _fill_cta(machine, call, variation)
         yield machine, call
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flash4 import cli, demo
-from flash4.sim import machine, sm90_fwd
+from flash4.sim import rings, sm90_fwd
 from flash4.sm90.fwd_config import ForwardConfig
 from tests.source_tree import ROOT
 
@@ -146,7 +146,7 @@ def test_demo():
     ("owner", "verb", "message"),
     [
         (sm90_fwd.MmaOps, "rescale_o", r"CTAs: .* WRONG$"),
-        (machine.Slot, "commit", r"order 0: WRONG, load waits for .*; mma\[0\] waits for"),
+        (rings.Slot, "commit", r"order 0: WRONG, load waits for .*; mma\[0\] waits for"),
     ],
     ids=["numbers", "deadlock"],
 )

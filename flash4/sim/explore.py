@@ -1,0 +1,238 @@
+"""Every order of a small schedule, not only those that a seed happens to pick.
+
+What a role does does not depend on the order in which others run: a recorded run gives each actor's list of steps, and
+only their interleaving is open. ``explore`` walks all interleavings of those lists, with barriers as plain counters and
+operations that may stay in flight as long as nobody waits for them. Steps that no other actor can notice are taken at
+once (a partial-order reduction), and no state is visited twice.
+
+The clocks of the recorded run and this search do not share code: one argues, the other looks.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flash4.sim.barriers import Barrier
+from flash4.sim.machine import Deadlock, Hazard, Machine, Step
+
+MAX_STATES = 300_000
+
+
+class Cell(NamedTuple):
+    """State of a barrier; of a semaphore, ``phase`` is its count."""
+
+    phase: int
+    missing: int
+    nbytes: int
+
+
+class State(NamedTuple):
+    """Where every actor is, and what the barriers show."""
+
+    positions: tuple[int, ...]
+    cells: tuple[Cell, ...]
+
+
+class TooManyStates(Exception):
+    """The schedule is too large to walk through all its orders."""
+
+
+@dataclass
+class Found:
+    """What an exhaustive search saw."""
+
+    states: int
+    steps: int
+
+
+class Explorer:
+    """All interleavings of the steps of a recorded run.
+
+    Args:
+        machine: after its run, whole or failed.
+    """
+
+    def __init__(self, machine: Machine):
+        self._arrivals = {b.name: b.arrivals for b in machine.barriers if isinstance(b, Barrier)}
+        programs: dict[str, list[list[Step]]] = {}
+        for step in machine.trace:
+            program = programs.setdefault(step.actor, [])
+            if step.kind == "arrive" and program and program[-1][0].kind == "land":
+                program[-1].append(step)  # a copy's bytes count in the moment in which it lands
+            elif step.kind not in ("read", "write"):
+                program.append([step])
+        self.names, self.programs = list(programs), list(programs.values())
+        targets = {s.target for p in self.programs for group in p for s in group}
+        lanes = {lane.name: lane for lane in machine.lanes}
+        self._cells = sorted(targets - set(lanes))
+        self._where = {name: i for i, name in enumerate(self._cells)}
+        self._lanes = {
+            name: self.names.index(name) if name in self.names else None for name in lanes
+        }
+        self._ordered = {name: lane.ordered for name, lane in lanes.items()}
+        self._touches = {
+            (group[0].target, group[0].count): group[0]
+            for program in self.programs
+            for group in program
+            if group[0].kind == "issue"
+        }
+        self._issues = self._count_issues()
+
+    def _count_issues(self) -> dict[str, tuple[int, list[int]]]:
+        """Lane -> (actor that issues into it, how many it has issued at each of its positions)."""
+        tables = {}
+        for actor, program in enumerate(self.programs):
+            for lane in {group[0].target for group in program if group[0].kind == "issue"}:
+                table = [0]
+                for step, *_ in program:
+                    table.append(table[-1] + (step.kind == "issue" and step.target == lane))
+                if lane in tables:
+                    raise ValueError(f"{lane}: more than one issuer")
+                tables[lane] = actor, table
+        return tables
+
+    def start(self) -> State:
+        """State before anything has happened."""
+        cells = tuple(Cell(0, self._arrivals.get(name, 0), 0) for name in self._cells)
+        return State((0,) * len(self.programs), cells)
+
+    def _landed(self, state: State, lane: str) -> int:
+        actor = self._lanes[lane]
+        return 0 if actor is None else state.positions[actor]
+
+    def _issued(self, state: State, lane: str) -> int:
+        actor, table = self._issues[lane]
+        return table[state.positions[actor]]
+
+    def enabled(self, state: State, actor: int) -> bool:
+        """Whether an actor can take its next step."""
+        step = self.programs[actor][state.positions[actor]][0]
+        if step.kind == "wait":
+            cell = state.cells[self._where[step.target]]
+            if step.target not in self._arrivals:
+                return cell.phase >= step.count
+            return (cell.phase - step.count) % 2 == 1
+        if step.kind == "join":
+            return self._landed(state, step.target) >= step.count
+        if step.kind == "land":
+            return self._issued(state, step.target) >= step.count
+        return True
+
+    def take(self, state: State, actor: int) -> State:
+        """State after an actor's next step.
+
+        Raises:
+            Hazard: the step breaks a rule.
+        """
+        group = self.programs[actor][state.positions[actor]]
+        cells = state.cells
+        for step in group:
+            if step.kind == "arrive":
+                cells = self._arrive(cells, step)
+            elif step.kind == "wait" and step.target in self._arrivals:
+                if cells[self._where[step.target]].phase != step.count + 1:
+                    raise Hazard(f"{tell(step)} ends at once, by the parity of another phase")
+            elif step.kind == "issue":
+                self._check_flying(state, step)
+        positions = state.positions
+        return State((*positions[:actor], positions[actor] + 1, *positions[actor + 1 :]), cells)
+
+    def _arrive(self, cells, step: Step):
+        where = self._where[step.target]
+        cell = cells[where]
+        if step.target not in self._arrivals:
+            cell = cell._replace(phase=cell.phase + 1)
+        else:
+            cell = Cell(cell.phase, cell.missing - step.count, cell.nbytes + step.nbytes)
+            if cell.missing < 0:
+                raise Hazard(f"{tell(step)} is one arrival too many in phase {cell.phase}")
+            if cell.missing == cell.nbytes == 0:
+                cell = Cell(cell.phase + 1, self._arrivals[step.target], 0)
+        return (*cells[:where], cell, *cells[where + 1 :])
+
+    def _check_flying(self, state: State, step: Step):
+        for lane in self._issues:
+            if lane == step.target and self._ordered[lane]:
+                continue
+            for number in range(self._landed(state, lane) + 1, self._issued(state, lane) + 1):
+                other = self._touches[lane, number]
+                for name, write in step.touches:
+                    for other_name, other_write in other.touches:
+                        if name == other_name and (write or other_write):
+                            raise Hazard(f"race on {name}: {tell(step)}, while {tell(other)} flies")
+
+    def quiet(self, state: State, actor: int) -> bool:
+        """Whether nobody can notice the next step, so that it may as well be taken now."""
+        step = self.programs[actor][state.positions[actor]][0]
+        return step.kind == "join"
+
+    def moves(self, state: State) -> list[int]:
+        """Actors whose next steps have to be tried."""
+        able = [
+            actor
+            for actor, program in enumerate(self.programs)
+            if state.positions[actor] < len(program) and self.enabled(state, actor)
+        ]
+        return next(([actor] for actor in able if self.quiet(state, actor)), able)
+
+    def stuck(self, state: State) -> str:
+        """Story of a state in which nobody can move."""
+        waits = []
+        for actor, program in enumerate(self.programs):
+            if state.positions[actor] < len(program):
+                step = program[state.positions[actor]][0]
+                if step.kind != "land":
+                    waits.append(tell(step))
+        return "; ".join(waits)
+
+
+def tell(step: Step) -> str:
+    """A step in words."""
+    what = {
+        "wait": f"waits for phase {step.count} of {step.target}",
+        "arrive": f"arrives at {step.target}",
+        "issue": f"issues number {step.count} of {step.target}",
+        "join": f"waits for number {step.count} of {step.target}",
+        "land": f"lands number {step.count}",
+    }[step.kind]
+    return f"{step.actor} {what}" + (f" at {step.place}" if step.place else "")
+
+
+def explore(machine: Machine, max_states: int = MAX_STATES) -> Found:
+    """Walk through all orders of a recorded run.
+
+    Raises:
+        Hazard: in some order a rule is broken, or nobody can go on; the message ends with the last steps before.
+        TooManyStates: there are more than ``max_states`` of them.
+    """
+    explorer = Explorer(machine)
+    start = explorer.start()
+    seen, stack, steps = {start}, [(start, iter(explorer.moves(start)))], 0
+    path: list[Step] = []
+    while stack:
+        state, moves = stack[-1]
+        actor = next(moves, None)
+        if actor is None:
+            stack.pop()
+            if path:
+                path.pop()
+            continue
+        steps += 1
+        try:
+            following = explorer.take(state, actor)
+        except Hazard as hazard:
+            raise Hazard(f"{hazard}{_after(path)}") from None
+        if following in seen:
+            continue
+        seen.add(following)
+        if len(seen) > max_states:
+            raise TooManyStates(f"more than {max_states} states; try fewer tiles or blocks")
+        path.append(explorer.programs[actor][state.positions[actor]][0])
+        able = explorer.moves(following)
+        if not able and explorer.stuck(following):
+            raise Deadlock(explorer.stuck(following) + _after(path))
+        stack.append((following, iter(able)))
+    return Found(len(seen), steps)
+
+
+def _after(path: list[Step], last: int = 6) -> str:
+    return "; the last steps before: " + ", then ".join(tell(step) for step in path[-last:])
