@@ -89,7 +89,12 @@ def _problem_options(batch=4, seqlen=4096, heads=16) -> argparse.ArgumentParser:
         text += "" if default is None else f"; default: {default}"
         names = (name, "--seqlen") if name == "--seqlen-q" else (name,)
         group.add_argument(
-            *names, type=int, default=default, metavar="N", help=text, dest=name[2:].replace("-", "_")
+            *names,
+            type=int,
+            default=default,
+            metavar="N",
+            help=text,
+            dest=name[2:].replace("-", "_"),
         )
     group.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
     group.add_argument("--causal", action="store_true", help="bottom-right causal mask")

@@ -126,8 +126,6 @@ class Semaphore:
         machine.note("wait", self.name, target)
         machine.until(
             lambda: len(self._clocks) > target,
-            lambda: (
-                f"{target} counts of {self.name} (now {len(self._clocks) - 1}) at {task.place}"
-            ),
+            lambda: f"{target} counts of {self.name} (now {len(self._clocks) - 1}) at {task.place}",
         )
         join(task.clock, self._clocks[target])

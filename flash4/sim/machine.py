@@ -22,7 +22,11 @@ import numpy as np
 from greenlet import getcurrent, greenlet
 
 PACES = (1, 1, 4, 30)  # relative speeds of tasks: some race ahead as far as the rings let them
-PATIENCE = (0.0, 0.9, 1.0)  # probability that an operation does not land yet; 1 is the latest moment
+PATIENCE = (
+    0.0,
+    0.9,
+    1.0,
+)  # probability that an operation does not land yet; 1 is the latest moment
 SWITCHES = 1_000_000  # more than any run of sensible size: a role that never ends is reported
 
 Clock = dict[int, int]  # index of a task or lane -> its time

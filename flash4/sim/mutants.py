@@ -20,7 +20,10 @@ from flash4.sm90 import fwd_roles
 from flash4.sm90.fwd_config import ForwardConfig
 
 DROPPED = {"commit", "release", "open", "wait", "pass_on", "wait_mma", "wait_store"}
-UNWAITED = {"acquire_and_advance", "wait_and_advance"}  # dropped, they still move on to the next slot
+UNWAITED = {
+    "acquire_and_advance",
+    "wait_and_advance",
+}  # dropped, they still move on to the next slot
 SYNCHRONISES = DROPPED | UNWAITED
 SEEDS = 3
 
@@ -153,7 +156,12 @@ def edits(statements: list[ast.stmt]) -> Iterator[tuple[int, str, bool, Callable
         if isinstance(statement, ast.For) and ast.unparse(statement.iter).startswith("range("):
             for argument in range(len(statement.iter.args)):
                 for amount in (1, -1):
-                    yield i, f"{text} argument {argument} {amount:+}", False, shift(argument, amount)
+                    yield (
+                        i,
+                        f"{text} argument {argument} {amount:+}",
+                        False,
+                        shift(argument, amount),
+                    )
         if i + 1 < len(statements):
             following = statements[i + 1]
             verbs = {verb, verb_of(following)}

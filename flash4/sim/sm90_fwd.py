@@ -129,9 +129,7 @@ class MmaOps:
         """Issue S = Q K^T into a fresh accumulator."""
         s = Fragment(self._machine, f"S of {self._name}", (MMA_ROWS, self._config.tile_n))
         operands = (q_slot.region, k_slot.region)
-        self._queue.issue(
-            s, lambda q, k: matmul(q[self._rows], k.T), operands, False, "S = Q K^T"
-        )
+        self._queue.issue(s, lambda q, k: matmul(q[self._rows], k.T), operands, False, "S = Q K^T")
         return s
 
     def pv(self, v_slot):
@@ -233,7 +231,9 @@ def simulate_forward(
         Hazard: the schedule deadlocks or breaks a rule of the hardware.
     """
     out = lse = None
-    for machine, call in forward_machines(config, (q, k, v), softmax_scale, workers, seed, variation):
+    for machine, call in forward_machines(
+        config, (q, k, v), softmax_scale, workers, seed, variation
+    ):
         machine.run()
         out, lse = call.out, call.lse
     return out, lse
