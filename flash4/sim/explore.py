@@ -15,6 +15,9 @@ from flash4.sim.barriers import Barrier
 from flash4.sim.machine import Deadlock, Hazard, Machine, Step
 
 MAX_STATES = 300_000
+ACCESSES = ("read", "write")
+# A copy's bytes count in the moment in which it lands; between two accesses of a task nobody can tell the time.
+TOGETHER = {("land", "arrive"), *((first, second) for first in ACCESSES for second in ACCESSES)}
 
 
 class Cell(NamedTuple):
@@ -32,7 +35,7 @@ class State(NamedTuple):
     cells: tuple[Cell, ...]
 
 
-class TooManyStates(Exception):
+class TooManyStates(ValueError):
     """The schedule is too large to walk through all its orders."""
 
 
@@ -56,14 +59,17 @@ class Explorer:
         programs: dict[str, list[list[Step]]] = {}
         for step in machine.trace:
             program = programs.setdefault(step.actor, [])
-            if step.kind == "arrive" and program and program[-1][0].kind == "land":
-                program[-1].append(step)  # a copy's bytes count in the moment in which it lands
-            elif step.kind not in ("read", "write"):
+            last = program[-1][0].kind if program else None
+            if (last, step.kind) in TOGETHER:
+                program[-1].append(step)
+            else:
                 program.append([step])
         self.names, self.programs = list(programs), list(programs.values())
-        targets = {s.target for p in self.programs for group in p for s in group}
+        every = [step for program in self.programs for group in program for step in group]
         lanes = {lane.name: lane for lane in machine.lanes}
-        self._cells = sorted(targets - set(lanes))
+        self._cells = sorted(
+            {s.target for s in every if s.kind in ("wait", "arrive") and s.target not in lanes}
+        )
         self._where = {name: i for i, name in enumerate(self._cells)}
         self._lanes = {
             name: self.names.index(name) if name in self.names else None for name in lanes
@@ -131,7 +137,7 @@ class Explorer:
             elif step.kind == "wait" and step.target in self._arrivals:
                 if cells[self._where[step.target]].phase != step.count + 1:
                     raise Hazard(f"{tell(step)} ends at once, by the parity of another phase")
-            elif step.kind == "issue":
+            elif step.touches:
                 self._check_flying(state, step)
         positions = state.positions
         return State((*positions[:actor], positions[actor] + 1, *positions[actor + 1 :]), cells)
@@ -155,10 +161,13 @@ class Explorer:
                 continue
             for number in range(self._landed(state, lane) + 1, self._issued(state, lane) + 1):
                 other = self._touches[lane, number]
-                for name, write in step.touches:
-                    for other_name, other_write in other.touches:
-                        if name == other_name and (write or other_write):
-                            raise Hazard(f"race on {name}: {tell(step)}, while {tell(other)} flies")
+                for region, write in step.touches:
+                    for used, written in other.touches:
+                        if (write or written) and region.overlaps(used):
+                            raise Hazard(
+                                f"race on {region.name}: {tell(step)}, but not yet landed is what "
+                                f"{tell(other)}"
+                            )
 
     def quiet(self, state: State, actor: int) -> bool:
         """Whether nobody can notice the next step, so that it may as well be taken now."""
@@ -193,6 +202,8 @@ def tell(step: Step) -> str:
         "issue": f"issues number {step.count} of {step.target}",
         "join": f"waits for number {step.count} of {step.target}",
         "land": f"lands number {step.count}",
+        "read": f"reads {step.target}",
+        "write": f"writes {step.target}",
     }[step.kind]
     return f"{step.actor} {what}" + (f" at {step.place}" if step.place else "")
 

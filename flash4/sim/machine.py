@@ -74,7 +74,7 @@ class Step(NamedTuple):
         count: phase of a wait, arrivals, or number of an operation.
         nbytes: bytes that an arrival announces; negative are landed ones.
         place: line of the role; None for what lands by itself.
-        touches: (name, writes) of the regions that an issued operation uses.
+        touches: (region, whether it is written) that an issued operation, or the task itself, uses.
     """
 
     actor: str
@@ -278,8 +278,7 @@ class Lane:
         """Start an operation that uses regions; ``run()`` does it when it lands."""
         machine, task = self.machine, self.machine.actor
         touches = [(region, False) for region in reads] + [(region, True) for region in writes]
-        names = tuple((region.name, write) for region, write in touches)
-        machine.note("issue", self.name, self.issued + 1, touches=names)
+        machine.note("issue", self.name, self.issued + 1, touches=tuple(touches))
         clock = dict(task.clock)
         if self.ordered:
             clock[self.index] = self.issued

@@ -106,6 +106,10 @@ class Region:
     hi: int
     shape: tuple[int, ...]
 
+    def overlaps(self, other: "Region") -> bool:
+        """Whether they share bytes."""
+        return self.space is other.space and self.lo < other.hi and other.lo < self.hi
+
     def peek(self) -> np.ndarray:
         """Array, without an access: for operations, which declare theirs when they are issued."""
         array = self.space.contents.get((self.lo, self.hi))
@@ -136,7 +140,8 @@ class Region:
         """Access of the acting task."""
         machine = self.space.machine
         assert not isinstance(machine.actor, Operation)
-        machine.note("write" if write else "read", self.name, 0)
+        kind = "write" if write else "read"
+        machine.note(kind, self.name, 0, touches=((self, write),))
         self.space.touch(self, write, machine.actor.name, machine.actor.clock)
 
 

@@ -46,7 +46,7 @@ def refused(capsys, monkeypatch):
 
 def test_help_names_the_commands():
     text = output("-m", "flash4", "--help")
-    for command in ("demo", "explain", "describe", "sass"):
+    for command in ("demo", "explain", "describe", "sass", "simulate", "mutants"):
         assert re.search(rf"^    {command} +\w", text, re.M), text
 
 
@@ -124,6 +124,35 @@ def test_sass_without_its_tool_says_what_to_install(monkeypatch, refused):
     monkeypatch.setattr("flash4.jit.inspect.NVDISASM_PACKAGE", "no-such-package")
     monkeypatch.setenv("PATH", "")
     assert "pip install no-such-package" in refused("sass", "sm90-fwd")
+
+
+def test_simulate():
+    text = output("-m", "flash4", "simulate", "sm90-fwd", "--seqlen", 1024, "--head-dim", 128,
+                  "--causal", "--seed", 3)  # fmt: skip
+    for pattern in (
+        r"^hazards: none",
+        r"^  against float64: largest error \S+, allowed \S+ .* ok$",
+        r"^load( +\d+){6}$",
+        r"^mma\[1\]( +\d+){6}$",
+        r"^  load +mma\[0\] +mma\[1\] +lands$",
+        r"^  issue k\[0\] #1$",
+        r"^ +-> k empty\[0\]$",
+    ):
+        assert re.search(pattern, text, re.M), text
+
+
+def test_simulate_every_order(capsys):
+    arguments = ["simulate", "sm90-fwd", "--seqlen", "200", "--head-dim", "128", "--ctas", "1"]
+    assert cli.main([*arguments, "--exhaustive", "--rows", "5"]) == 0
+    assert re.search(r"every order of CTA 0: \d{4,} states, no hazard", capsys.readouterr().out)
+
+
+def test_simulate_tells_the_story_of_a_hazard(monkeypatch, capsys):
+    monkeypatch.setattr(sm90_fwd.MmaOps, "wait_mma", lambda *_: None)
+    assert cli.main(["simulate", "sm90-fwd", "--seqlen", "200", "--rows", "9"]) == 1
+    said = capsys.readouterr().out
+    assert "HAZARD in CTA 0, a hazard:\n  race on S of mma[" in said
+    assert "the last steps before it\n  load" in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU sees")
