@@ -317,8 +317,10 @@ def describe_gap(machine: Machine, clock: Clock, index: int, time: int) -> str:
     """What a clock lacks of another's time."""
     other = machine.who(index)
     if isinstance(other, Lane):
-        done = clock.get(index, 0)
-        return f"it has waited for {done} operations of {other.name}, and this one is number {time}"
+        return f"of {other.name}, {clock.get(index, 0)} are known to have landed, and this is number {time}"
     known = other.lines[min(clock.get(index, 0), len(other.lines) - 1)]
-    last = f"up to {known}" if known else "nothing"
-    return f"of {other.name} it knows {last}"
+    return (
+        f"of {other.name} it knows what came before {known}"
+        if known
+        else (f"it knows nothing of {other.name}")
+    )

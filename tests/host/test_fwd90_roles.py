@@ -200,3 +200,17 @@ def test_every_order_of_a_small_problem(index, seqlen_k):
         machine.run()
         found = explore(machine)
         assert found.steps > found.states > len(machine.tasks)
+
+
+def test_steps_do_not_depend_on_the_order():
+    """What lets one recorded run stand for all orders."""
+    case = Case(shipped(64, 64, True), 64, 64, seqlen_q=600, seqlen_k=300)
+    arrays = [x.float().numpy() for x in case.tensors()]
+    programs = []
+    for seed in range(4):
+        ((machine, _),) = forward_machines(case.config, arrays, 0.1, workers=1, seed=seed)
+        machine.run()
+        actors = {step.actor for step in machine.trace}
+        steps = [(s.actor, s.kind, s.target, s.count, s.nbytes) for s in machine.trace]
+        programs.append({actor: [s for s in steps if s[0] == actor] for actor in actors})
+    assert programs[1:] == programs[:-1]
