@@ -82,6 +82,11 @@ class Explorer:
             if group[0].kind == "issue"
         }
         self._issues = self._count_issues()
+        users: dict[int, set[str]] = {}
+        for step in every:
+            for region, _ in step.touches:
+                users.setdefault(id(region.space), set()).add(step.actor)
+        self._private = {space for space, actors in users.items() if len(actors) == 1}
 
     def _count_issues(self) -> dict[str, tuple[int, list[int]]]:
         """Lane -> (actor that issues into it, how many it has issued at each of its positions)."""
@@ -165,14 +170,22 @@ class Explorer:
                     for used, written in other.touches:
                         if (write or written) and region.overlaps(used):
                             raise Hazard(
-                                f"race on {region.name}: {tell(step)}, but not yet landed is what "
-                                f"{tell(other)}"
+                                f"race on {region.name}: {tell(step)}, while number {other.count} of "
+                                f"{other.target}, issued at {other.place}, has not landed"
                             )
 
     def quiet(self, state: State, actor: int) -> bool:
-        """Whether nobody can notice the next step, so that it may as well be taken now."""
-        step = self.programs[actor][state.positions[actor]][0]
-        return step.kind == "join"
+        """Whether nobody can notice the next step, so that it may as well be taken now.
+
+        An access to registers is of that kind: only the task's own MMAs can be in its way, and it never meets more
+        of them in flight than when it is taken at once.
+        """
+        group = self.programs[actor][state.positions[actor]]
+        if group[0].kind == "join":
+            return True
+        return group[0].kind in ACCESSES and all(
+            id(region.space) in self._private for step in group for region, _ in step.touches
+        )
 
     def moves(self, state: State) -> list[int]:
         """Actors whose next steps have to be tried."""
