@@ -1,6 +1,6 @@
 """Every order of a small schedule, not only those that a seed happens to pick.
 
-What a role does does not depend on the order in which others run: a recorded run gives each actor's list of steps, and
+The steps of a role do not depend on the order in which others run: a recorded run gives each actor's list of steps, and
 only their interleaving is open. ``explore`` walks all interleavings of those lists, with barriers as plain counters and
 operations that may stay in flight as long as nobody waits for them. Steps that no other actor can notice are taken at
 once (a partial-order reduction), and no state is visited twice.
@@ -67,6 +67,8 @@ class Explorer:
         self.names, self.programs = list(programs), list(programs.values())
         every = [step for program in self.programs for group in program for step in group]
         lanes = {lane.name: lane for lane in machine.lanes}
+        if (len(lanes), len(self._arrivals)) != (len(machine.lanes), len(machine.barriers)):
+            raise ValueError("two lanes or two barriers have the same name")
         self._cells = sorted(
             {s.target for s in every if s.kind in ("wait", "arrive") and s.target not in lanes}
         )

@@ -4,8 +4,7 @@ from flash4.common.graph import PipelineGraph
 from flash4.sim.machine import Hazard
 
 REGISTER_FILE = 65_536  # registers of an SM, 32 bits each
-MAX_REGISTERS = 256  # what setmaxnreg can give one thread, in steps of 8
-ROLES_STEP = 8
+MIN_REGISTERS, MAX_REGISTERS, REGISTER_STEP = 24, 256, 8  # what setmaxnreg takes
 
 
 def check_graph(graph: PipelineGraph, smem_limit: int):
@@ -19,10 +18,10 @@ def check_graph(graph: PipelineGraph, smem_limit: int):
         Hazard: a limit is exceeded; the message carries the sum.
     """
     for role in graph.roles:
-        if role.registers % ROLES_STEP or not 24 <= role.registers <= MAX_REGISTERS:
+        if role.registers % REGISTER_STEP or not MIN_REGISTERS <= role.registers <= MAX_REGISTERS:
             raise Hazard(
-                f"{role.name}: {role.registers} registers; setmaxnreg takes multiples of {ROLES_STEP} "
-                f"from 24 to {MAX_REGISTERS}"
+                f"{role.name}: {role.registers} registers; setmaxnreg takes multiples of {REGISTER_STEP} "
+                f"from {MIN_REGISTERS} to {MAX_REGISTERS}"
             )
     if graph.registers > REGISTER_FILE:
         parts = " + ".join(

@@ -22,11 +22,8 @@ import numpy as np
 from greenlet import getcurrent, greenlet
 
 PACES = (1, 1, 4, 30)  # relative speeds of tasks: some race ahead as far as the rings let them
-PATIENCE = (
-    0.0,
-    0.9,
-    1.0,
-)  # probability that an operation does not land yet; 1 is the latest moment
+# Probability that an operation does not land yet; 1 is the latest moment.
+PATIENCE = (0.0, 0.9, 1.0)
 SWITCHES = 1_000_000  # more than any run of sensible size: a role that never ends is reported
 
 Clock = dict[int, int]  # index of a task or lane -> its time
@@ -104,9 +101,19 @@ class Task:
 
 @dataclass(eq=False)
 class Operation:
-    """An asynchronous operation in flight; acts as its issuer and its lane up to itself."""
+    """An asynchronous operation in flight; acts as its issuer and its lane up to itself.
+
+    Attributes:
+        name: of its lane.
+        label: for stories.
+        number: in its lane, from 1 on.
+        run: does it.
+        clock: what it comes after, and itself.
+        place: where it was issued.
+    """
 
     name: str
+    label: str
     number: int
     run: Callable[[], None]
     clock: Clock
@@ -185,8 +192,10 @@ class Machine:
 
     def until(self, ready: Callable[[], bool], what: Callable[[], str]):
         """Called by a task: go on when ``ready()``; ``what()`` says what it waits for."""
-        if not isinstance(self.actor, Task) or self.actor.thread is None:
-            return  # the host, setting up
+        if self.actor is self.host:  # setting up, before anybody else is there
+            if not ready():
+                raise Deadlock(f"the host waits for {what()}")
+            return
         getcurrent().parent.switch((ready, what))
 
     def give_way(self):
@@ -254,7 +263,7 @@ class Machine:
         for lane in self.lanes:
             if known.get(lane.index, 0) < lane.issued:
                 self.report(
-                    f"the CTA ends, and nobody has waited for {lane.last.name}, issued at "
+                    f"the CTA ends, and nobody has waited for {lane.last.label}, issued at "
                     f"{lane.last.place}: it may still use the CTA's shared memory"
                 )
 
@@ -272,7 +281,7 @@ class Lane:
     def __init__(self, machine: Machine, name: str, index: int, ordered: bool):
         self.machine, self.name, self.index, self.ordered = machine, name, index, ordered
         self.flying: deque[Operation] = deque()
-        self.issued, self.landed, self._clock, self.last = 0, 0, {}, None
+        self.issued, self.landed, self.last = 0, 0, None
 
     def issue(self, label: str, run: Callable[[], None], reads=(), writes=()):
         """Start an operation that uses regions; ``run()`` does it when it lands."""
@@ -283,12 +292,11 @@ class Lane:
         if self.ordered:
             clock[self.index] = self.issued
         self.issued += 1
-        name = f"{label} of {task.name}"
-        self.last = Operation(self.name, self.issued, run, clock, machine.place())
+        label = f"{label} of {task.name}"
         for region, write in touches:
-            region.space.touch(region, write, name, clock, (self.index, self.issued))
-        self.last.name = name
+            region.space.touch(region, write, label, clock, (self.index, self.issued))
         clock[self.index] = self.issued
+        self.last = Operation(self.name, label, self.issued, run, clock, machine.place())
         self.flying.append(self.last)
         machine.publish()
 
@@ -296,13 +304,11 @@ class Lane:
         """Let the next operation happen."""
         operation = self.flying.popleft()
         machine, before = self.machine, self.machine.actor
-        name, operation.name = operation.name, self.name  # the trace names the lane
         machine.actor = operation
         machine.note("land", self.name, operation.number)
         operation.run()
-        machine.actor, operation.name = before, name
+        machine.actor = before
         self.landed = operation.number
-        join(self._clock, operation.clock)
 
     def join(self, number: int):
         """Called by a task: wait until the operations up to ``number`` have landed."""
@@ -319,8 +325,6 @@ def describe_gap(machine: Machine, clock: Clock, index: int, time: int) -> str:
     if isinstance(other, Lane):
         return f"of {other.name}, {clock.get(index, 0)} are known to have landed, and this is number {time}"
     known = other.lines[min(clock.get(index, 0), len(other.lines) - 1)]
-    return (
-        f"of {other.name} it knows what came before {known}"
-        if known
-        else (f"it knows nothing of {other.name}")
-    )
+    if known is None:
+        return f"it knows nothing of {other.name}"
+    return f"of {other.name} it knows what came before {known}"

@@ -40,12 +40,13 @@ def command(arguments, config, shapes) -> int:
     except Hazard as hazard:
         return _tell_hazard(machines, hazard, arguments.rows)
     print(f"\nhazards: none; {time.perf_counter() - start:.1f} s")
-    if arguments.exhaustive and not _exhaust(machines):
-        return 1
     check = Check(*tensors, causal=config.causal, softmax_scale=scale)
     good = check.passes(torch.from_numpy(out), "against float64")
     print(f"\n{counts(machines)}\n\nthe first steps of CTA 0")
     print(timeline(machines[0], machines[0].trace[: arguments.rows]))
+    if arguments.exhaustive:
+        print()
+        good &= _exhaust(machines)
     return 0 if good else 1
 
 
@@ -71,7 +72,7 @@ def _exhaust(machines: list[Machine]) -> bool:
         try:
             found = explore(machine)
         except Hazard as hazard:
-            print(f"\nHAZARD in another order of CTA {i}: {hazard}")
+            print(f"HAZARD in another order of CTA {i}: {hazard}")
             return False
         seconds = time.perf_counter() - start
         print(

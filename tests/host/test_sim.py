@@ -351,3 +351,28 @@ def test_stages_that_ends_count_differently():
     machine.spawn("mma", consume, End(ring, miscount=-1), 6)
     with pytest.raises((Hazard, AssertionError)):
         machine.run()
+
+
+def test_exploration_needs_names():
+    machine = Machine(0)
+    for _ in range(2):
+        Barrier(machine, "b", 1)
+    with pytest.raises(ValueError, match="the same name"):
+        explore(machine)
+
+
+def test_the_host_cannot_wait():
+    with pytest.raises(Deadlock, match=r"the host waits for phase 0 of b"):
+        Barrier(Machine(0), "b", 1).wait(0)
+
+
+def consume_slowly(end, count):
+    slot = end.wait_and_advance()
+    for _ in range(count):
+        end._ring.machine.give_way()
+    slot.release()
+
+
+def test_a_role_without_end_is_reported(monkeypatch):
+    monkeypatch.setattr("flash4.sim.machine.SWITCHES", 100)
+    assert "no end after 100 switches" in story(machine_with(produce, consume_slowly, 200))
