@@ -12,7 +12,7 @@ from flash4.common.dsl import plain
 from flash4.common.geometry import ceil_div
 from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
 from flash4.common.tiles import Grid, TileSchedule
-from flash4.ops import TINY_SCALE
+from flash4.problem import positive_scale
 from flash4.sim.machine import Accumulator, Barrier, End, Machine, Memory, MmaQueue, Ring, Turn
 from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS, ForwardConfig
 from flash4.sm90.fwd_roles import ForwardRoles
@@ -213,7 +213,8 @@ def simulate_forward(
     workers, section = min(workers, grid.total), 1 + seed % grid.head_count
     out = np.full((batch, seqlen_q, heads, head_dim_v), np.nan, np.float32)
     lse = np.full((batch, heads, seqlen_q), np.nan, np.float32)
-    scale_log2 = np.float32((abs(softmax_scale) or TINY_SCALE) * LOG2E)
+    q, scale = positive_scale(q, softmax_scale)
+    scale_log2 = np.float32(scale * LOG2E)
     for worker in range(workers):
         tiles = TileSchedule(config.blocks, grid, section, worker, workers, seqlen_q, seqlen_k)
         _run_cta(Call(config, q, k, v, out, lse, scale_log2, tiles), seed + worker, roles)
