@@ -72,19 +72,25 @@ def versions() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any]:
-    """Return the current GPU's name, size and UUID as the driver spells it."""
+    """Return the current GPU's name and size."""
     import torch
 
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    uuid = str(getattr(found, "uuid", ""))
     return {
         "name": found.name,
         "capability": f"{found.major}.{found.minor}",
         "sms": found.multi_processor_count,
         "l2_bytes": int(getattr(found, "L2_cache_size", 0)) or 64 << 20,
         "memory_bytes": found.total_memory,
-        "uuid": uuid if uuid.startswith("GPU-") else f"GPU-{uuid}",
     }
+
+
+def gpu_uuid() -> str:
+    """Return the current GPU's UUID as the driver spells it; not part of a record."""
+    import torch
+
+    uuid = str(getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", ""))
+    return uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
 
 
 def now() -> str:

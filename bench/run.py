@@ -91,7 +91,7 @@ def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], Path] | str:
     torch.cuda.init()
     gpu, revision, started = provenance.gpu(), provenance.commit(), provenance.now()
     seed = args.seed if args.seed is not None else int(time.time())
-    telemetry = open_telemetry(gpu["uuid"])
+    telemetry = open_telemetry(provenance.gpu_uuid())
     bench = Bench(
         CudaDevice(), gpu["l2_bytes"], args.direction, args.budget_s, seed, telemetry=telemetry
     )

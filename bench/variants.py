@@ -126,5 +126,5 @@ def format_table(row: dict[str, Any], records: list[dict[str, Any]]) -> str:
 def _bench_here(direction: str, budget_s: float) -> Bench:
     """Return a bench on the current GPU."""
     gpu = provenance.gpu()
-    seed, telemetry = int(time.time()), open_telemetry(gpu["uuid"])
+    seed, telemetry = int(time.time()), open_telemetry(provenance.gpu_uuid())
     return Bench(CudaDevice(), gpu["l2_bytes"], direction, budget_s, seed, telemetry)

@@ -9,8 +9,9 @@ from flash4.sm90 import fwd_config as sm90_fwd
 # Every kernel: name, "module:class", architecture, module with can_implement(problem) and choose_config(problem).
 FORWARD_KERNELS = (("sm90-fwd", "flash4.sm90.fwd:ForwardSm90", "sm_90a", sm90_fwd),)
 
-L2_SECTION_BYTES = 32 << 20  # K and V of the heads in one section, of Hopper's 50 MB L2
+L2_SECTION_BYTES = 32 << 20  # K and V of the heads in one section; L2 is 50 MB, on an H200 60
 MIN_SECTION = 3  # fewer heads at a time, and too many workers read the same lines of L2
+MAX_TILES = 2**31 - 1  # tile numbers are int32 in the kernel
 MODELLED_TILES = 16_384  # beyond that the last wave does not matter
 MODELLED_SECTIONS = 16
 
@@ -113,6 +114,10 @@ def plan_forward(problem: AttentionProblem, arch: str, workers: int) -> Plan:
     name, kernel, module = taken
     config, reasons = module.choose_config(problem)
     grid = grid_of(problem, config.tile_q, config.pack)
+    if grid.total + workers > MAX_TILES:
+        raise NotImplementedError(
+            f"{grid.total} tiles of work; supported are {MAX_TILES}: split the batch"
+        )
     return Plan(
         problem=problem,
         name=name,

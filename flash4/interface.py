@@ -106,12 +106,12 @@ def _check_flag(name: str, value, allowed):
         raise TypeError(f"{name} must be one of {allowed}, got {value!r}")
 
 
-def _check_out(out, q, k, v):
-    """Check a caller's output buffer.
+def _check_out(out, q, v):
+    """Check what a caller's output buffer is.
 
     Raises:
         TypeError: not a tensor.
-        ValueError: wrong shape, dtype, device, strides that TMA cannot address, or memory of q, k or v.
+        ValueError: wrong shape, dtype or device.
     """
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out must be a torch.Tensor, got {type(out).__name__}")
@@ -121,6 +121,14 @@ def _check_out(out, q, k, v):
             f"out must be {shape}, {q.dtype}, on {q.device}; "
             f"got {tuple(out.shape)}, {out.dtype}, on {out.device}"
         )
+
+
+def _check_out_memory(out, q, k, v):
+    """Check where a caller's output buffer lies.
+
+    Raises:
+        ValueError: strides that TMA cannot address, or memory of its own elements, q, k or v.
+    """
     obstacle = ops.layout_obstacle(out)
     if obstacle is None and _overlaps(out.shape, out.stride()):
         obstacle = f"with strides {out.stride()} some of its elements share memory"
@@ -133,11 +141,12 @@ def _check_out(out, q, k, v):
 
 def _forward_into(out, q, k, v, scale, causal, pack_gqa):
     """Forward into a caller's buffer; returns the LSE."""
+    _check_out(out, q, v)
     if torch.compiler.is_compiling():  # a graph has no use for the buffer before its end
         result, lse = ops.forward(q, k, v, scale, causal, pack_gqa)
         out.copy_(result)
         return lse
-    _check_out(out, q, k, v)
+    _check_out_memory(out, q, k, v)
     lse = ops.run_forward(q, k, v, out, scale, causal, pack_gqa)
     torch.autograd.graph.increment_version(out)
     return lse
@@ -179,7 +188,8 @@ def flash_attn_func(
             where TMA cannot address them (``explain`` says so). head_dim is a multiple of 8 up to 256.
         k: (batch, seqlen_k, heads_kv, head_dim); heads_kv divides heads_q.
         v: (batch, seqlen_k, heads_kv, head_dim_v); head_dim_v is a multiple of 8 up to 256.
-        softmax_scale: any number from -1e30 to 1e30; default 1 / sqrt(head_dim).
+        softmax_scale: 0, or 1e-38 to 1e30 of either sign; default 1 / sqrt(head_dim). Scaled scores up to 1e6 in
+            magnitude keep float32's accuracy.
         causal: mask keys after the query's own position.
         window_size: (left, right) keys around the query's own position, inclusive; None or -1 is no limit. Only the
             unlimited window and (None, 0), which is causal, are supported yet.
@@ -272,6 +282,7 @@ def explain(q, k, v, *, arch=None, **keywords) -> Plan:
     _refuse_unbuilt(**{name: arguments[name] for name in _NEUTRAL})
     _check_flag("causal", arguments["causal"], (True, False))
     _check_flag("pack_gqa", arguments["pack_gqa"], (None, True, False))
+    _check_flag("deterministic", arguments["deterministic"], (None, True, False))
     check_tensors(q, k, v)
     if q.is_cuda and arch is None:
         arch, workers = ops.device_facts(q.device.index)

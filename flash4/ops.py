@@ -7,10 +7,8 @@ import torch
 
 from flash4.dispatch import Plan, architecture, plan_forward
 from flash4.jit.cache import CACHE
-from flash4.problem import AttentionProblem, check_sizes, check_tensors
+from flash4.problem import AttentionProblem, check_sizes, check_tensors, positive_scale
 
-# Stands for softmax scales below it, 0 too: scores vanish, and -inf (masked) times it is still -inf.
-TINY_SCALE = 1e-30
 ALIGNMENT = 16  # bytes; of addresses and strides that TMA takes
 MAX_LAUNCHES = 8_192
 
@@ -125,8 +123,8 @@ def run_forward(q, k, v, out, softmax_scale: float, causal: bool, pack_gqa: bool
         out.zero_()
         lse.fill_(float("-inf"))
         return lse
+    q, scale = positive_scale(q, softmax_scale)
     tensors = (addressable(q), addressable(k), addressable(v), addressable_out(out), lse)
-    scale = max(abs(softmax_scale), TINY_SCALE)
     if q.device.index == torch.cuda.current_device():
         launch.function(tensors, scale, launch.section, launch.workers)
     else:
@@ -145,7 +143,9 @@ def plan_call(q, k, v, arch: str, workers: int, **facts) -> Plan:
     """Plan of a call, with the copies that its tensors need."""
     problem = AttentionProblem.from_tensors(q, k, v, **facts)
     plan = plan_forward(problem, arch, workers)
-    copies = ((name, layout_obstacle(x)) for name, x in (("q", q), ("k", k), ("v", v)))
+    copies = [(name, layout_obstacle(x)) for name, x in (("q", q), ("k", k), ("v", v))]
+    if facts["softmax_scale"] == 0:
+        copies[0] = ("q", "a scale of 0 runs as zeroed queries")
     return replace(plan, copies=tuple(f"{name}: {why}" for name, why in copies if why is not None))
 
 

@@ -1,6 +1,5 @@
 """The facts of one attention call, and the checks that every call must pass before anything is launched."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +8,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIM_STEP = 8  # 16 bytes: the granularity of TMA and of cp.async
 MAX_HEAD_DIM = 256
 MAX_SCALE = 1e30
+MIN_SCALE = 1e-38  # times log2 e it is still a normal float32
 
 
 @dataclass(frozen=True)
@@ -121,14 +121,28 @@ def check_scale(softmax_scale: float):
     """Check the softmax scale.
 
     Raises:
-        ValueError: not finite, or so large that scaled scores would leave float32.
+        ValueError: not finite, or outside what float32 can hold beside scores.
     """
-    if not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
-    if abs(softmax_scale) > MAX_SCALE:
+    # Comparisons alone, which a graph that is being compiled can take; NaN fails the first.
+    if not -MAX_SCALE <= softmax_scale <= MAX_SCALE:
         raise ValueError(
-            f"softmax_scale is {softmax_scale}; supported is up to {MAX_SCALE} either way"
+            f"softmax_scale must be finite and at most {MAX_SCALE} either way, got {softmax_scale}"
         )
+    if -MIN_SCALE < softmax_scale < MIN_SCALE and softmax_scale != 0:
+        raise ValueError(
+            f"softmax_scale is {softmax_scale}, too small for float32; "
+            f"supported are 0 and {MIN_SCALE} to {MAX_SCALE} either way"
+        )
+
+
+def positive_scale(q, softmax_scale: float):
+    """Return (q, scale) with a positive scale; a sign is the kernel's to apply.
+
+    A scale of 0 would turn masked scores, -inf, into NaN: it runs as zeroed queries instead.
+    """
+    if softmax_scale == 0:
+        return q * 0, 1.0
+    return q, abs(softmax_scale)
 
 
 def check_sizes(q, k, v):

@@ -1,5 +1,6 @@
 """Hypothesis profiles, threads, and which GPU a test needs."""
 
+import faulthandler
 import os
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 LOWEST_CAPABILITY = (8, 0)
+GPU_TEST_SECONDS = 300
 
 # The tensors are small: threads cost more than they bring.
 torch.set_num_threads(1)
@@ -26,6 +28,17 @@ DEV = hypothesis.settings.get_profile("dev")
 hypothesis.settings.register_profile("ci", DEV, derandomize=True)
 hypothesis.settings.register_profile("nightly", DEV, max_examples=5_000)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+@pytest.fixture(autouse=True)
+def end_what_hangs(request: pytest.FixtureRequest):
+    """End the process, with every stack, when a GPU test hangs: a kernel that waits cannot be stopped."""
+    hangs = request.node.get_closest_marker("gpu") is not None
+    if hangs:
+        faulthandler.dump_traceback_later(GPU_TEST_SECONDS, exit=True)
+    yield
+    if hangs:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_configure(config: pytest.Config) -> None:

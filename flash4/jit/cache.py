@@ -121,7 +121,7 @@ class KernelCache:
                     )
             finally:
                 temporary.unlink(missing_ok=True)
-        except OSError as error:
+        except Exception as error:  # whatever the export runs into: the kernel itself is there
             self._warn_of_folder(path.parent, error)
         return compiled
 

@@ -13,7 +13,7 @@ from flash4.common.geometry import ceil_div
 from flash4.common.graph import WARPGROUP
 from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
 from flash4.common.tiles import Grid, TileSchedule
-from flash4.ops import TINY_SCALE
+from flash4.problem import positive_scale
 from flash4.sim.barriers import NamedBarrier
 from flash4.sim.limits import check_graph
 from flash4.sim.machine import Machine
@@ -248,7 +248,8 @@ def forward_machines(config, tensors, softmax_scale, workers, seed, variation=No
     workers, section = min(workers, grid.total), 1 + seed % grid.head_count
     out = np.full((batch, seqlen_q, heads, head_dim_v), np.nan, np.float32)
     lse = np.full((batch, heads, seqlen_q), np.nan, np.float32)
-    scale_log2 = np.float32((abs(softmax_scale) or TINY_SCALE) * LOG2E)
+    q, scale = positive_scale(q, softmax_scale)
+    scale_log2 = np.float32(scale * LOG2E)
     check_graph(config.graph, SMEM_LIMIT)
     for worker in range(workers):
         tiles = TileSchedule(config.blocks, grid, section, worker, workers, seqlen_q, seqlen_k)

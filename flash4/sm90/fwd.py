@@ -25,7 +25,7 @@ from cutlass.tensor_utils import LayoutEnum
 from flash4.common.graph import WARPGROUP
 from flash4.common.numerics import LOG2E, opaque
 from flash4.common.tiles import Grid, TileSchedule
-from flash4.sm90.fwd_config import MMA_ROWS, SMEM_ALIGN, ForwardConfig
+from flash4.sm90.fwd_config import MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT, ForwardConfig
 from flash4.sm90.fwd_ops import LoadOps, MmaOps, Operand, Turn, element, make_row_state
 from flash4.sm90.fwd_roles import ForwardRoles
 
@@ -53,6 +53,11 @@ class ForwardSm90:
     def __init__(self, config: ForwardConfig):
         self.config = config
         self.graph = config.graph
+        if not config.fits:
+            raise ValueError(
+                f"{config} needs {self.graph.smem_bytes} bytes of shared memory and up to {SMEM_ALIGN} "
+                f"for alignment, one CTA has {SMEM_LIMIT}"
+            )
         self.roles = ForwardRoles()
 
     def fake_arguments(self):

@@ -9,7 +9,7 @@ SMEM_LIMIT = 232_448  # bytes of shared memory that one sm_90 CTA can have (227 
 SMEM_ALIGN = 1_024  # the 128-byte swizzle repeats every 1,024 bytes
 ELEMENT_BYTES = 2
 MMA_ROWS = 64  # rows of one warpgroup's WGMMA
-HEAD_DIM_STEP = 32  # head dims are padded in shared memory to a multiple of this
+TILE_DIM_STEP = 32  # head dims are padded in shared memory to a multiple of this
 KEY_STEP = 16  # keys that one WGMMA of P V contracts
 MAX_HEAD_DIM = 256
 PACKS = (1, 2, 4, 8, 16, 32, 64)
@@ -54,6 +54,8 @@ class ForwardConfig:
             raise ValueError(f"tile_m is {self.tile_m}; supported are 64, 128, 192 and 256")
         if self.tile_n % KEY_STEP or self.tile_n <= 0:
             raise ValueError(f"tile_n is {self.tile_n}; supported are multiples of {KEY_STEP}")
+        if self.stages < 1:
+            raise ValueError(f"stages is {self.stages}; a ring needs at least 1")
         if self.pack not in PACKS:
             raise ValueError(f"pack is {self.pack}; supported are {PACKS}")
         if self.skip and (self.turns or not self.causal):
@@ -185,7 +187,7 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
 
 def padded_head_dim(head_dim: int) -> int:
     """Head dim of the tile: at least 64, then in steps that keep the number of kernels small."""
-    return max(64, -(-head_dim // HEAD_DIM_STEP) * HEAD_DIM_STEP)
+    return max(64, -(-head_dim // TILE_DIM_STEP) * TILE_DIM_STEP)
 
 
 def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
@@ -196,31 +198,30 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
     if max(tile_d, tile_dv) == 64:
         tile = {"tile_m": 256, "tile_n": 64, "stages": 4, "settle": 0}
         if problem.causal:
-            return {
-                **tile,
-                "skip": True,
-            }, "head dims up to 64: warpgroups skip blocks past their own rows"
+            why = "head dims up to 64: warpgroups skip blocks past their own rows"
+            return {**tile, "skip": True}, why
         return {**tile, "turns": True}, "head dims up to 64: four warpgroups, short blocks"
-    tile_n = by_registers = {64: 128, 96: 128, 128: 128, 160: 112, 192: 112, 224: 80, 256: 64}[
-        tile_dv
-    ]
-    while not ForwardConfig(True, tile_d, tile_dv, 128, tile_n, False).fits:
-        tile_n -= 16
-    limit = "registers" if tile_n == by_registers else "shared memory"
-    reason = f"{tile_n} keys per block: what {limit} can hold beside head dims {tile_d}/{tile_dv}"
-    return {"tile_m": 128, "tile_n": tile_n}, reason
+    by_registers = {64: 128, 96: 128, 128: 128, 160: 112, 192: 112, 224: 80, 256: 64}[tile_dv]
+    tile = {"tile_m": 128, "tile_n": by_registers, "stages": 2, "settle": 12}
+    while not ForwardConfig(True, tile_d, tile_dv, causal=False, **tile).fits:
+        tile["tile_n"] -= KEY_STEP
+    limit = "registers" if tile["tile_n"] == by_registers else "shared memory"
+    dims = f"head dims {tile_d}/{tile_dv}"
+    return tile, f"{tile['tile_n']} keys per block: what {limit} can hold beside {dims}"
 
 
 def choose_pack(problem, tile_m: int) -> tuple[int, str]:
-    """Query heads per tile: the power of two that needs the fewest tiles, and the reason."""
+    """Query heads per tile, and the reason: all that share a KV head, or one.
+
+    Nothing between: the choice depends on the number of queries, and each is a kernel to compile.
+    """
     ratio = problem.gqa_ratio
     if ratio == 1:
         return 1, "one query head per KV head: nothing to pack"
     if problem.pack_gqa is False:
         return 1, "the caller wants heads unpacked"
-    candidates = [p for p in PACKS if p < 2 * ratio]
-    if problem.pack_gqa:
-        candidates = candidates[1:]
+    all_heads = next((p for p in PACKS if p >= ratio), PACKS[-1])
+    candidates = (all_heads,) if problem.pack_gqa else (1, all_heads)
 
     def tiles(pack):
         return -(-ratio // pack) * -(-problem.seqlen_q * pack // tile_m)

@@ -36,7 +36,7 @@ class ForwardRoles:
 
     @cute.jit
     def mma(self, ops, tiles, q_consumer, k_consumer, v_consumer, turn):
-        """S(i+1) = Q K^T is issued before O += P(i) V, so that softmax(i+1) runs beside P(i) V."""
+        """S(i) = Q K^T is issued before O += P(i+1) V, so that softmax(i) runs beside P(i+1) V."""
         turn.open()
         tile = tiles.first()
         while tile.valid:
@@ -58,11 +58,11 @@ class ForwardRoles:
                 for i in range(phase.begin, phase.end):
                     k_slot = k_consumer.wait_and_advance()
                     turn.wait()
-                    s = ops.qk(q_slot, k_slot)  # S(next) = Q K^T
+                    s = ops.qk(q_slot, k_slot)  # S(i) = Q K^T, counted down
                     v_slot = v_consumer.wait_and_advance()
-                    ops.pv(v_slot)  # O += P V
+                    ops.pv(v_slot)  # O += P(i+1) V
                     turn.pass_on()
-                    ops.wait_mma(1)  # S(next) is there, O still in flight
+                    ops.wait_mma(1)  # S(i) is there, O still in flight
                     k_slot.release()
                     ops.softmax(tile, tile.n_blocks - 1 - i, s, phase.masked)
                     ops.wait_mma(0)  # O is there; P and V are free

@@ -150,3 +150,43 @@ def test_a_second_device_runs_its_own_launches():
     assert out.device == there[0].device and torch.equal(out.cpu(), expected.cpu())
     with pytest.raises(ValueError, match="one device"):
         flash4.flash_attn_func(inputs[0], there[1], there[2])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_graph_capture_and_replay(causal):
+    q, k, v = (torch.randn(2, 300, 4, 64, device=DEVICE, dtype=BF16) for _ in range(3))
+    flash4.flash_attn_func(q, k, v, causal=causal)  # compiles; capture must not
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = flash4.flash_attn_func(q, k, v, causal=causal, return_lse=True)
+    for _ in range(2):
+        for x in (q, k, v):
+            x.normal_()
+        out.fill_(float("nan"))
+        graph.replay()
+        assert_forward_close(out, lse, (q, k, v), causal=causal)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_logits_up_to_a_million(head_dim, sign):
+    """Rows of huge logits of either sign, beside rows of small ones, in every warp."""
+    q, k, v = (torch.randn(1, 400, 2, head_dim, device=DEVICE, dtype=BF16) for _ in range(3))
+    q[:, ::3] *= 300
+    k *= 30
+    k[:, 200:] = k[:, 200:].abs() * sign  # drifts, so that shifts move again and again
+    q[:, 1::3] = q[:, 1::3].abs() * 100
+    scale = 1e6 / (q.float().abs().amax() * k.float().abs().amax() * head_dim**0.5).item()
+    for causal in (False, True):
+        out, lse = flash4.flash_attn_func(
+            q, k, v, causal=causal, softmax_scale=scale, return_lse=True
+        )
+        assert_forward_close(out, lse, (q, k, v), causal=causal, softmax_scale=scale)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-37])
+def test_huge_scores_with_a_vanishing_scale(scale):
+    q, k, v = (torch.randn(1, 300, 2, 64, device=DEVICE, dtype=BF16) for _ in range(3))
+    q, k = q * 1e15, k * 1e15
+    out, lse = flash4.flash_attn_func(q, k, v, causal=True, softmax_scale=scale, return_lse=True)
+    assert_forward_close(out, lse, (q, k, v), causal=True, softmax_scale=scale)

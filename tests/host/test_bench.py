@@ -589,10 +589,11 @@ def test_the_whole_command_on_a_pretended_gpu(tmp_path, capsys, monkeypatch):
         return fake_row(cell.name, flash4=600.0, fa4=500.0)
 
     ceilings = {"gemm_tflops": 700.0, "copy_gbs": 4200.0}
-    gpu = {"name": "NVIDIA H200", "l2_bytes": 60 << 20, "uuid": "GPU-0"}
+    gpu = {"name": "NVIDIA H200", "l2_bytes": 60 << 20}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(provenance, "gpu", lambda: gpu)
+    monkeypatch.setattr(provenance, "gpu_uuid", lambda: "GPU-0")
     monkeypatch.setattr(baselines, "measure_ceilings", lambda device: ceilings)
     monkeypatch.setattr(core, "measure_cell", measure_cell)
     command = "--cells quick --contenders flash4,fa4 --direction backward --budget-s 0.5 --seed 7"

@@ -359,6 +359,15 @@ def test_without_a_linker(toolchain, folder):
     assert not entries(folder) and not entries(folder, ".tmp")
 
 
+def test_an_export_that_fails_costs_only_the_disk(toolchain, folder, monkeypatch):
+    def fail(*arguments):
+        raise RuntimeError("cannot export")
+
+    monkeypatch.setattr(compile, "link", fail)
+    assert "cannot export" in check_memory_only(toolchain)
+    monkeypatch.undo()
+
+
 def test_a_filled_folder_that_is_read_only_is_read(toolchain, folder, monkeypatch):
     check_kernel(KernelCache().get(*KEY))
     monkeypatch.setattr(cache, "_file_lock", no_space)

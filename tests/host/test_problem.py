@@ -397,3 +397,18 @@ def test_out_in_the_memory_of_an_input(shared, gpu):
     words = ["out", f"shares memory with {'qkv'[shared]}"]
     check_refused(ValueError, words, flash4.flash_attn_func, *inputs, out=inputs[shared])
     assert not gpu
+
+
+@both_calls
+@pytest.mark.parametrize("scale", [1e-39, -1e-45, 5e-324, 1.1e30, -1e300])
+def test_scales_that_float32_cannot_hold(scale, call):
+    check_refused(
+        ValueError, ["softmax_scale", "1e-38", "1e+30"][:1], call, *operands(), softmax_scale=scale
+    )
+
+
+@pytest.mark.parametrize("wrong", ["queries", "dtype", "float32", "broadcast"])
+def test_out_that_does_not_fit_while_compiling(wrong, gpu, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    out, words = WRONG_OUT[wrong]
+    check_refused(ValueError, ["out", *words], flash4.flash_attn_func, *operands(), out=out)
