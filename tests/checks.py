@@ -128,8 +128,8 @@ def assert_forward_close(
         assert_lse_close(lse.detach(), expected_lse, atol=atol)
 
 
-def _float32_lse_error(q: Tensor, k: Tensor, softmax_scale: float | None) -> float:
-    """Half an ulp of what float32 sums up for an LSE, whatever the LSE itself comes to.
+def _float32_lse_error(q: Tensor, k: Tensor, softmax_scale: float | None) -> Tensor | float:
+    """Half an ulp of what float32 sums up for each row's LSE, whatever the LSE itself comes to.
 
     A score is a sum of head_dim terms that may cancel: its error goes by their size, |q| |k| at
     most (Cauchy-Schwarz), not by its own. The row sum runs over blocks of at least 64 keys, and may
@@ -137,9 +137,10 @@ def _float32_lse_error(q: Tensor, k: Tensor, softmax_scale: float | None) -> flo
     """
     if not (q.numel() and k.numel()):
         return 0.0
-    norms = [x.double().norm(dim=-1).nan_to_num(0.0, 0.0, 0.0).max().item() for x in (q, k)]
+    rows = q.double().norm(dim=-1).transpose(-1, -2)  # laid out as the LSE
+    keys = k.double().norm(dim=-1).nan_to_num(0.0, 0.0, 0.0).max()
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else abs(softmax_scale)
-    return 2.0**-24 * (scale * norms[0] * norms[1] + k.shape[-3] / 64)
+    return 2.0**-24 * (scale * rows * keys + k.shape[-3] / 64)
 
 
 def assert_gradients_close(
@@ -197,7 +198,7 @@ def assert_lse_close(
     expected64: Tensor,
     name: str = "lse",
     *,
-    atol: float = 2e-5,
+    atol: Tensor | float = 2e-5,
     rtol: float = 4e-6,
 ) -> None:
     """Check an LSE (natural log) at float32's accuracy; -inf, +inf and NaN must match exactly.

@@ -335,3 +335,30 @@ def test_random_problems_pass_against_fused_rounding():
         out, lse, *gradients = fused(q, k, v, dout, problem.causal)
         assert_forward_close(out, lse, (q, k, v), causal=problem.causal)
         assert_gradients_close(gradients, (q, k, v), dout, causal=problem.causal)
+
+
+def truncating_scores(q, k):
+    """Scores as tensor cores sum them: 16 products at a time, rounded towards zero to float32."""
+    total = torch.zeros(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    for i in range(0, q.shape[-1], 16):
+        part = (x[..., i : i + 16].double() for x in (q, k))
+        exact = total.double() + torch.einsum("bqhd,bkhd->bhqk", *part)
+        nearest = exact.float()
+        away = nearest.double().abs() > exact.abs()
+        total = torch.where(away, torch.nextafter(nearest, torch.zeros(())), nearest)
+    return total
+
+
+def test_lse_of_scores_whose_terms_cancel():
+    """Right results of a GPU were refused where |q| |k| is a thousand and the score next to nothing."""
+    generator = torch.Generator().manual_seed(39)
+    q, k, v = ((torch.randn(1, 64, 16, 240, generator=generator) * 3).bfloat16() for _ in range(3))
+    keywords = {"causal": True, "softmax_scale": 0.7}
+    out, expected = reference.attention(q, k, v, return_lse=True, **keywords)
+    hidden = torch.ones(64, 64, dtype=torch.bool).triu(1)
+    lse = (truncating_scores(q, k) * 0.7).masked_fill(hidden, -math.inf).logsumexp(-1)
+    with pytest.raises(AssertionError, match="lse"):
+        assert_lse_close(lse, expected)
+    assert_forward_close(out.bfloat16(), lse, (q, k, v), **keywords)
+    with pytest.raises(AssertionError, match="lse"):
+        assert_forward_close(out.bfloat16(), lse + 1e-3, (q, k, v), **keywords)
