@@ -93,25 +93,25 @@ class PipelineGraph:
         """Registers of one CTA after reallocation; the register file holds 65,536."""
         return sum(WARPGROUP * len(role.warpgroups) * role.registers for role in self.roles)
 
-    @property
-    def smem_bytes(self) -> int:
-        """Shared memory of one CTA: buffers (a borrowing one counts only what exceeds its host) and barriers."""
+    def allocations(self) -> dict[str, int]:
+        """Bytes of each buffer that has memory of its own, as large as the largest that borrows it."""
         sizes = {b.name: b.nbytes for b in self.buffers if b.borrows is None}
         for b in self.buffers:
             if b.borrows is not None:
                 sizes[b.borrows] = max(sizes[b.borrows], b.nbytes)
-        return sum(sizes.values()) + 2 * BARRIER_BYTES * sum(ring.stages for ring in self.rings)
+        return sizes
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of one CTA: buffers and barriers."""
+        barriers = 2 * BARRIER_BYTES * sum(ring.stages for ring in self.rings)
+        return sum(self.allocations().values()) + barriers
 
     def addresses(self) -> dict[str, int]:
         """Byte at which each buffer begins: one behind the other, a borrowing one where its host does."""
-        lent = {b.name: b.nbytes for b in self.buffers}
-        for b in self.buffers:
-            if b.borrows is not None:
-                lent[b.borrows] = max(lent[b.borrows], b.nbytes)
         at, bases = 0, {}
-        for b in self.buffers:
-            if b.borrows is None:
-                bases[b.name], at = at, at + lent[b.name]
+        for name, nbytes in self.allocations().items():
+            bases[name], at = at, at + nbytes
         return {b.name: bases[b.borrows or b.name] for b in self.buffers}
 
     def diagram(self) -> str:

@@ -215,13 +215,12 @@ class ForwardSm90:
 
     def _allocate(self, smem):
         """Shared-memory tensors of Q, K, V and O, by the graph's map."""
-        dtype, tensors, pointers = element(self.config), [], {}
-        sizes = {b.name: b.nbytes for b in self.graph.buffers}
+        dtype, tensors = element(self.config), []
+        pointers = {
+            name: smem.allocate(nbytes, byte_alignment=SMEM_ALIGN)
+            for name, nbytes in self.graph.allocations().items()
+        }
         for buffer, layout in zip(self.graph.buffers, self._smem_layouts(), strict=True):
-            if buffer.borrows is None:
-                lenders = [b.nbytes for b in self.graph.buffers if b.borrows == buffer.name]
-                nbytes = max([sizes[buffer.name], *lenders])
-                pointers[buffer.name] = smem.allocate(nbytes, byte_alignment=SMEM_ALIGN)
             pointer = pointers[buffer.borrows or buffer.name]
             pointer = cute.recast_ptr(pointer, swizzle_=layout.inner, dtype=dtype)
             tensors.append(cute.make_tensor(pointer, layout.outer))
