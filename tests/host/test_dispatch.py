@@ -21,6 +21,7 @@ from flash4.problem import AttentionProblem
 from flash4.sm90 import fwd_config as sm90_fwd
 from flash4.sm90.fwd_config import ForwardConfig
 from tests import strategies
+from tests.gpu import test_smoke
 
 F16, BF16 = torch.float16, torch.bfloat16
 WORKERS = 132
@@ -615,3 +616,12 @@ def test_a_kernel_that_shared_memory_cannot_hold_is_refused():
     assert not wide.fits
     with pytest.raises(ValueError, match="232448"):
         ForwardSm90(wide)
+
+
+@pytest.mark.parametrize("name", test_smoke.PROBLEMS)
+def test_the_smoke_problems_are_taken(name):
+    """What the GPU tests call is not refused: they run rarely, this test always."""
+    problem = test_smoke.PROBLEMS[name]
+    with stand_in_gpu() as launches:
+        flash4.flash_attn_func(*problem.tensors("cpu"), return_lse=True, **problem.keywords)
+    assert launches
