@@ -1,4 +1,7 @@
-"""Predicted against measured: `python -m bench.predict --measure --out FILE` on a GPU, `--show FILE` anywhere.
+"""Predicted against measured: `python -m bench.predict --measure FILE` on a GPU, `--show FILE` anywhere.
+
+For SM cycles as well, on the GPU: `ncu --clock-control none -k regex:Forward.* --csv --metrics
+sm__cycles_elapsed.max,smsp__inst_executed.sum python -m bench.predict --calls > CSV`, then `--merge FILE CSV`.
 
 Measured at the highest clock: a launch or two, then a pause, so that power does not limit it. The clock is read right
 before and after on the GPU itself.
@@ -7,9 +10,11 @@ before and after on the GPU itself.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import statistics
 import time
+from collections import defaultdict
 from pathlib import Path
 
 from bench import provenance
@@ -76,14 +81,97 @@ def measure(cells=CELLS) -> dict:
     }
 
 
+def run_calls(cells=CELLS) -> None:
+    """Call each cell twice: for a profiler."""
+    import torch
+
+    import flash4
+
+    for cell in cells:
+        shape = (cell.batch, cell.seqlen, cell.heads_q, cell.d)
+        q, k, v = (torch.randn(shape, device="cuda").to(torch.bfloat16) for _ in range(3))
+        for _ in range(2):
+            flash4.flash_attn_func(q, k, v, causal=cell.causal)
+    torch.cuda.synchronize()
+
+
+def merge(record: dict, csv_text: str) -> None:
+    """Add SM cycles and instructions of each cell's second call from ncu's CSV of ``--calls``."""
+    lines = [line for line in csv_text.splitlines() if line.startswith('"')]
+    calls = defaultdict(dict)
+    for row in csv.DictReader(lines):
+        calls[int(row["ID"])][row["Metric Name"]] = float(row["Metric Value"].replace(",", ""))
+    for i, row in enumerate(record["cells"]):
+        found = calls[2 * i + 1]
+        row["cycles"] = round(found["sm__cycles_elapsed.max"])
+        row["instructions"] = round(found["smsp__inst_executed.sum"])
+
+
+def planned(cell: Cell):
+    """Plan of a cell on an H200."""
+    import torch
+
+    from flash4.dispatch import plan_forward
+    from flash4.problem import AttentionProblem
+    from flash4.sim.chips import H200
+
+    problem = AttentionProblem(
+        torch.bfloat16, cell.batch, cell.seqlen, cell.seqlen, cell.heads_q, cell.heads_kv,
+        cell.d, cell.dv, cell.causal,
+    )  # fmt: skip
+    return plan_forward(problem, "sm_90a", H200.sms)
+
+
+def predict(cell: Cell):
+    """Timing of a cell by the model."""
+    from flash4.sim.chips import H200
+    from flash4.sim.sm90_fwd_clock import time_forward
+
+    return time_forward(planned(cell), H200, latest=0)
+
+
+def errors(record: dict, show=lambda text: None) -> tuple[list[float], list[float]]:
+    """Relative errors of the predicted times, and of the predicted cycles where they were measured."""
+    times, cycles = [], []
+    show(f"{'cell':28} {'cycles':>9} {'model':>9} {'':>6}   {'us':>8} {'model':>8} {'':>6}")
+    for row in record["cells"]:
+        timing = predict(Cell.parse(row["cell"]))
+        times.append(timing.microseconds / row["us"] - 1)
+        text = ""
+        if "cycles" in row:
+            cycles.append(timing.cycles / row["cycles"] - 1)
+            text = f"{row['cycles']:9} {timing.cycles:9.0f} {cycles[-1]:+6.1%}"
+        show(
+            f"{row['cell']:28} {text:26}   {row['us']:8.1f} {timing.microseconds:8.1f} {times[-1]:+6.1%}"
+        )
+    for name, found in (("times", times), ("cycles", cycles)):
+        if found:
+            sizes = [abs(x) for x in found]
+            show(f"{name}: median error {statistics.median(sizes):.1%}, worst {max(sizes):.1%}")
+    return times, cycles
+
+
 def main() -> None:
-    """Measure, or show."""
+    """Measure, merge, or show."""
     options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    options.add_argument("--measure", action="store_true", help="on a GPU; needs --out")
-    options.add_argument("--out", type=Path, help="JSON record to write")
+    options.add_argument("--measure", type=Path, metavar="FILE", help="on a GPU: write a record")
+    options.add_argument("--calls", action="store_true", help="on a GPU, under ncu: only call")
+    options.add_argument("--merge", type=Path, nargs=2, metavar=("FILE", "CSV"), help="add cycles")
+    options.add_argument(
+        "--show", type=Path, metavar="FILE", help="compare a record with the model"
+    )
     arguments = options.parse_args()
     if arguments.measure:
-        arguments.out.write_text(json.dumps(measure(), indent=1))
+        arguments.measure.write_text(json.dumps(measure(), indent=1))
+    if arguments.calls:
+        run_calls()
+    if arguments.merge:
+        path, table = arguments.merge
+        record = json.loads(path.read_text())
+        merge(record, table.read_text())
+        path.write_text(json.dumps(record, indent=1))
+    if arguments.show:
+        errors(json.loads(arguments.show.read_text()), print)
 
 
 if __name__ == "__main__":

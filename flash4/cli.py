@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import flash4
-from flash4.dispatch import FORWARD_KERNELS
+from flash4.dispatch import FORWARD_KERNELS, plan_forward
 from flash4.interface import default_scale
 from flash4.problem import AttentionProblem
 
@@ -47,12 +47,14 @@ def _parser() -> argparse.ArgumentParser:
     add("describe", describe, "print a kernel's config, roles, rings and memory", kernel, problem)
     sass = add("sass", disassemble, "compile a kernel and count its machine code", kernel, problem)
     sass.add_argument("--dump-dir", type=Path, help="write PTX, cubin and SASS to this folder")
-    _add_simulator(add, kernel, small)
+    _add_simulator(add, kernel, problem, small)
     return parser
 
 
-def _add_simulator(add, kernel, problem):
-    run = add("simulate", simulate, "run a kernel's own roles on a CPU", kernel, problem)
+def _add_simulator(add, kernel, problem, small):
+    study = _study_options()
+    text = "run a kernel's own roles on a CPU: right, safe, and how long on the chip"
+    run = add("simulate", simulate, text, kernel, small, study)
     for name, default, text in (
         ("--seed", 0, "order of everything that the schedule leaves open"),
         ("--ctas", 2, "CTAs that share the tiles"),
@@ -63,6 +65,8 @@ def _add_simulator(add, kernel, problem):
     run.add_argument(
         "--exhaustive", action="store_true", help="walk through every order; for small problems"
     )
+    text = "predict how long a kernel takes, where the time goes, and draw its pipeline"
+    add("time", time, text, kernel, problem, study)
     broken = add("mutants", mutants, "break a kernel's schedule and see what is noticed", kernel)
     broken.add_argument("--sample", type=int, metavar="N", help="only N of them, drawn by --seed")
     broken.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
@@ -72,6 +76,32 @@ def _add_simulator(add, kernel, problem):
         metavar="FILE",
         help="JSON of mutants that break nothing, each with the reason",
     )
+
+
+def _study_options() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(add_help=False)
+    group = options.add_argument_group("changes and pictures")
+    group.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="change the config"
+    )
+    group.add_argument("--mutant", metavar="NAME", help="change the roles; mutants lists the names")
+    group.add_argument("--draw", type=Path, metavar="FILE", help="Gantt chart, .svg or .png")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="trace for Perfetto, .json")
+    group.add_argument(
+        "--cycles",
+        type=_cycles,
+        metavar="BEGIN:END",
+        help="stretch to draw; default: the beginning",
+    )
+    return options
+
+
+def _cycles(text: str) -> tuple[float, float]:
+    """Parse ``BEGIN:END``; argparse makes an error of a ValueError."""
+    begin, end = map(float, text.split(":"))
+    if not 0 <= begin < end:
+        raise ValueError
+    return begin, end
 
 
 def _problem_options(batch=4, seqlen=4096, heads=16) -> argparse.ArgumentParser:
@@ -150,16 +180,10 @@ def explain(arguments) -> int:
     return 0
 
 
-def _configure(arguments):
-    """(kernel class as "module:class", target, config, reasons) of the named kernel for the call.
-
-    Raises:
-        NotImplementedError: the kernel cannot run the call.
-    """
-    _, kernel, arch, module = next(k for k in FORWARD_KERNELS if k[0] == arguments.kernel)
+def _problem(arguments) -> AttentionProblem:
     q, k, v = meta_tensors(arguments)
     scale = arguments.softmax_scale
-    problem = AttentionProblem.from_tensors(
+    return AttentionProblem.from_tensors(
         q,
         k,
         v,
@@ -167,10 +191,30 @@ def _configure(arguments):
         causal=arguments.causal,
         pack_gqa=arguments.pack_gqa,
     )
+
+
+def _configure(arguments):
+    """(kernel class as "module:class", target, config, reasons) of the named kernel for the call.
+
+    Raises:
+        NotImplementedError: the kernel cannot run the call.
+    """
+    _, kernel, arch, module = next(k for k in FORWARD_KERNELS if k[0] == arguments.kernel)
+    problem = _problem(arguments)
     reason = module.can_implement(problem)
     if reason is not None:
         raise NotImplementedError(f"{arguments.kernel} cannot run this call: {reason}")
     return kernel, arch, *module.choose_config(problem)
+
+
+def _study(arguments):
+    """The named kernel, planned for the call and changed as asked."""
+    from flash4.sim import simulate as simulation
+    from flash4.sim.chips import H200
+
+    _, _, arch, _ = next(k for k in FORWARD_KERNELS if k[0] == arguments.kernel)
+    plan = plan_forward(_problem(arguments), arch, H200.sms)
+    return simulation.study(arguments.kernel, plan, arguments.set, arguments.mutant)
 
 
 def describe(arguments) -> int:
@@ -226,8 +270,14 @@ def simulate(arguments) -> int:
     """``simulate``."""
     from flash4.sim import simulate as simulation
 
-    _, _, config, _ = _configure(arguments)
-    return simulation.command(arguments, config, meta_tensors(arguments))
+    return simulation.command(arguments, _study(arguments), meta_tensors(arguments))
+
+
+def time(arguments) -> int:
+    """``time``."""
+    from flash4.sim import simulate as simulation
+
+    return simulation.time_command(arguments, _study(arguments))
 
 
 def mutants(arguments) -> int:

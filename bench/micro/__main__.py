@@ -44,34 +44,43 @@ class StreamBench:
     """Runs stream kernels on every SM."""
 
     def __init__(self, sms: int):
+        import torch
+
         self._sms = sms
+        self._data = torch.randn(1 << 17, device="cuda").to(torch.bfloat16).view(torch.float32)
 
     def _cycles(self, config, launch, mma_turns, op_turns):
         """Median over CTAs of the longest MMA warp and of the longest other warp."""
-        clocks = clocks_of((self._sms, 16, 2))
+        clocks = clocks_of((self._sms, 16, 4))
         for _ in range(2):
-            launch(clocks, mma_turns, op_turns)
+            launch(self._data, clocks, mma_turns, op_turns)
         taken = (clocks[..., 1] - clocks[..., 0]).cpu()
         warps = 4 * config.mma_warpgroups
         used = warps + 4 * config.op_warpgroups
         mma = taken[:, :warps].amax(1).median().item() if warps else 0
         ops = taken[:, warps:used].amax(1).median().item() if used > warps else 0
-        return mma, ops
+        shorter = slice(0, warps) if warps and (not ops or mma < ops) else slice(warps, used)
+        ns = (clocks[..., 3] - clocks[..., 2]).cpu()[:, shorter].double()
+        return mma, ops, (taken[:, shorter] / ns).median().item() * 1e3
 
     def run(self, config: StreamConfig) -> dict:
         """Cycles per group of MMAs and groups of instructions per cycle and SM, each beside the other."""
         launch = compiled("streams:Streams", config)
         row = dict(vars(config), kind=list(KINDS)[config.kind] if config.op_warpgroups else None)
-        mma_cycles = MMA_TURNS * config.mma_warpgroups * config.steps * config.n / 2
+        group = config.mma_warpgroups * config.steps * config.n / 2
+        mma_cycles = MMA_TURNS * config.groups * group
         op_cycles = OP_TURNS * PER_TURN * 4 * config.op_warpgroups  # a guess: one group per cycle
         op_load = max(OP_TURNS, int(LOAD_FACTOR * mma_cycles / (PER_TURN * 4)))
         mma_load = max(MMA_TURNS, int(LOAD_FACTOR * MMA_TURNS * op_cycles * 4 / max(mma_cycles, 1)))
         if config.mma_warpgroups:
-            mma, ops = self._cycles(config, launch, MMA_TURNS, op_load)
-            row["mma_cycles_per_group"] = round(mma / MMA_TURNS, 1)
+            mma, ops, mhz = self._cycles(config, launch, MMA_TURNS, op_load)
+            row["mma_rate"] = round(mma_cycles / mma, 4)
+            row["cycles_per_turn"] = round(mma / MMA_TURNS, 1)
+            row["mhz"] = round(mhz)
             row["mma_was_never_alone"] = ops == 0 or ops >= mma
         if config.op_warpgroups:
-            mma, ops = self._cycles(config, launch, mma_load, OP_TURNS)
+            mma, ops, mhz = self._cycles(config, launch, mma_load, OP_TURNS)
+            row.setdefault("mhz", round(mhz))
             groups = OP_TURNS * PER_TURN * WARP_LANES * 4 * config.op_warpgroups
             row["ops_per_cycle"] = round(groups / ops, 2)
             row["ops_were_never_alone"] = mma == 0 or mma >= ops
@@ -83,29 +92,37 @@ WARP_LANES = 32
 
 def stream_configs():
     """Every pair of streams that is measured."""
-    kinds = range(len(KINDS))
+    kinds, softmax = range(len(KINDS)), list(KINDS).index("softmax")
     yield from (StreamConfig(0, ops, kind) for kind, ops in product(kinds, (1, 2, 4)))
-    yield from (StreamConfig(mmas, 2, kind) for kind, mmas in product(kinds, (1, 2)))
-    softmax = list(KINDS).index("softmax")
-    yield from (StreamConfig(mmas, 1, softmax) for mmas in (1, 2))
-    yield StreamConfig(2, 2, softmax, n=64, steps=4, a_in_registers=True)
-    yield from (
-        StreamConfig(mmas, 0, n=n, steps=steps, a_in_registers=registers)
-        for registers, n, steps, mmas in product((False, True), (64, 128, 256), (4, 8), (1, 2))
-        if (n, mmas) != (256, 4)
-    )
+    yield from (StreamConfig(mmas, 2, kind, groups=4) for kind, mmas in product(kinds, (1, 2)))
+    # The groups of the forward's tiles: S = Q K^T from shared memory, O += P V with P in registers.
+    for n, steps, registers in (
+        (128, 8, False),
+        (64, 4, False),
+        (64, 16, False),
+        (128, 8, True),
+        (64, 4, True),
+        (256, 4, True),
+    ):
+        for mmas, others in ((1, 0), (2, 0), (1, 1), (2, 1), (2, 2)):
+            if n <= 128 or mmas + others <= 3:  # the register file
+                yield StreamConfig(mmas, others, softmax, n, steps, 4, registers)
+    # One group at a time: what waiting for it adds.
+    for n, steps, registers in product((64, 128), (4, 8), (False, True)):
+        yield StreamConfig(1, 0, 0, n, steps, 1, registers)
 
 
 def run_handoffs() -> list[dict]:
-    """Cycles of one hand-over, half of a round trip."""
+    """Cycles of one hand-over, half of a round trip; alone, of an arrival and a wait that ends at once."""
     rows, turns = [], 2000
-    for mbarrier in (True, False):
-        launch = compiled("handoffs:Handoffs", HandoffConfig(mbarrier))
+    for mbarrier, alone in product((True, False), (False, True)):
+        launch = compiled("handoffs:Handoffs", HandoffConfig(mbarrier, alone))
         clocks = clocks_of((8, 2))
         for _ in range(2):
             launch(clocks, turns)
         taken = (clocks[:, 1] - clocks[:, 0]).median().item()
-        rows.append({"mbarrier": mbarrier, "cycles": round(taken / turns / 2, 1)})
+        cycles = taken / turns / (1 if alone else 2)
+        rows.append({"mbarrier": mbarrier, "alone": alone, "cycles": round(cycles, 1)})
     return rows
 
 
@@ -119,14 +136,16 @@ def run_copies(sms: int) -> list[dict]:
         launch = compiled("handoffs:Copies", CopyConfig(flying))
         turns = max(64, FOOTPRINT_BYTES // BOX_BYTES // ctas // flying)
         clocks = clocks_of((ctas, 2))
-        for _ in range(3):  # the first brings the data into L2
-            launch(x, clocks, turns)
-        taken = (clocks[:, 1] - clocks[:, 0]).double().median().item()
+        for count in (turns, turns, 1):  # the first brings the data into L2
+            first, clocks = clocks, clocks_of((ctas, 2))
+            launch(x, clocks, count)
+        taken, once = ((c[:, 1] - c[:, 0]).double().median().item() for c in (first, clocks))
         per_round = taken / turns
         rows.append(
             {
                 "flying": flying,
                 "ctas": ctas,
+                "cycles_of_first_round": round(once, 1),
                 "cycles_per_round": round(per_round, 1),
                 "bytes_per_cycle": round(flying * BOX_BYTES / per_round, 2),
             }

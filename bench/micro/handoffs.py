@@ -15,9 +15,15 @@ BOX_BYTES = 2 * BOX_ROWS * BOX_COLUMNS
 
 @dataclass(frozen=True)
 class HandoffConfig:
-    """Attributes: mbarrier: two warps signal through mbarriers; else two warpgroups through named barriers."""
+    """How a signal is passed.
+
+    Attributes:
+        mbarrier: two warps signal through mbarriers; else two warpgroups through named barriers.
+        alone: one side signals to itself: what arriving and not having to wait costs.
+    """
 
     mbarrier: bool
+    alone: bool = False
 
 
 class Handoffs:
@@ -55,7 +61,10 @@ class Handoffs:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         start = cute.arch.clock64()
-        if cutlass.const_expr(self.config.mbarrier):
+        if cutlass.const_expr(self.config.alone):
+            if side == 0:
+                self._alone(barriers, thread, turns)
+        elif cutlass.const_expr(self.config.mbarrier):
             if thread % WARPGROUP < 32:
                 for i in cutlass.range(turns, unroll=1):
                     if side == 0:
@@ -78,6 +87,17 @@ class Handoffs:
         if thread == 0:
             clocks[block, 0] = Int64(start)
             clocks[block, 1] = Int64(end)
+
+    @cute.jit
+    def _alone(self, barriers: cute.Pointer, thread: Int32, turns: Int32):
+        for i in cutlass.range(turns, unroll=1):
+            if cutlass.const_expr(self.config.mbarrier):
+                if thread < 32:
+                    if thread == 0:
+                        cute.arch.mbarrier_arrive(barriers)
+                    cute.arch.mbarrier_wait(barriers, i % 2)
+            else:
+                cute.arch.barrier(barrier_id=1, number_of_threads=WARPGROUP)
 
 
 @dataclass(frozen=True)

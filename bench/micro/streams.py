@@ -56,7 +56,8 @@ class StreamConfig:
         op_warpgroups: warpgroups that run the other stream.
         kind: index of the other stream in ``KINDS``.
         n: columns of each MMA (64 x n x 16).
-        steps: MMAs per group; a warpgroup waits for each group.
+        steps: MMAs per group.
+        groups: groups in a row; a warpgroup waits for the last.
         a_in_registers: operand A comes from registers.
     """
 
@@ -65,6 +66,7 @@ class StreamConfig:
     kind: int = 0
     n: int = 128
     steps: int = 8
+    groups: int = 1
     a_in_registers: bool = False
 
     @property
@@ -74,22 +76,29 @@ class StreamConfig:
 
 
 class Streams:
-    """Kernel of a config; called with (clocks, mma turns, op turns, stream)."""
+    """Kernel of a config; called with (data, clocks, mma turns, op turns, stream).
+
+    ``data`` (any number of float32) fills the operands of the MMAs, two 16-bit values each; ``clocks`` is (CTAs, 16
+    warps, 4): cycles at start and end, nanoseconds at start and end.
+    """
 
     def __init__(self, config: StreamConfig):
         self.config = config
 
     def fake_arguments(self):
         """Arguments to compile with."""
+        data = cute.runtime.make_fake_tensor(
+            Float32, (cute.sym_int(),), stride=(1,), assumed_align=16
+        )
         clocks = cute.runtime.make_fake_tensor(
-            Int64, (cute.sym_int(), 16, 2), stride=(32, 2, 1), assumed_align=16
+            Int64, (cute.sym_int(), 16, 4), stride=(64, 4, 1), assumed_align=16
         )
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-        return clocks, Int32(1), Int32(1), stream
+        return data, clocks, Int32(1), Int32(1), stream
 
     @cute.jit
-    def __call__(self, clocks: cute.Tensor, mma_turns: Int32, op_turns: Int32, stream):
-        """Launch one CTA per row of ``clocks`` (CTAs, 16 warps, 2)."""
+    def __call__(self, data, clocks, mma_turns: Int32, op_turns: Int32, stream):
+        """Launch one CTA per row of ``clocks``."""
         c = self.config
         source = warpgroup.OperandSource.RMEM if c.a_in_registers else warpgroup.OperandSource.SMEM
         mma = None
@@ -104,24 +113,29 @@ class Streams:
                 (ROWS, c.n),
                 source,
             )
-        self.kernel(mma, clocks, mma_turns, op_turns).launch(
+        self.kernel(mma, data, clocks, mma_turns, op_turns).launch(
             grid=(clocks.shape[0], 1, 1), block=(c.threads, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, mma, clocks: cute.Tensor, mma_turns: Int32, op_turns: Int32):
+    def kernel(
+        self, mma, data: cute.Tensor, clocks: cute.Tensor, mma_turns: Int32, op_turns: Int32
+    ):
         """Send each warpgroup to its stream."""
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        tensors = self._operands(mma) if cutlass.const_expr(c.mma_warpgroups > 0) else None
+        tensors = None
+        if cutlass.const_expr(c.mma_warpgroups > 0):
+            tensors = self._operands(data, thread)
         cute.arch.sync_threads()
+        start_ns = cute.arch.globaltimer()
         total = Float32(0.0)
         start = cute.arch.clock64()
         if group < c.mma_warpgroups:
             if cutlass.const_expr(c.mma_warpgroups > 0):
-                total = self._multiply(mma, tensors, thread, mma_turns)
+                total = self._multiply(mma, data, tensors, thread, mma_turns)
         else:
             if cutlass.const_expr(c.op_warpgroups > 0):
                 total = self._run_ops(thread, op_turns)
@@ -131,9 +145,12 @@ class Streams:
         if thread % 32 == 0:
             clocks[block, thread // 32, 0] = Int64(start)
             clocks[block, thread // 32, 1] = Int64(end)
+            clocks[block, thread // 32, 2] = Int64(start_ns)
+            clocks[block, thread // 32, 3] = Int64(cute.arch.globaltimer())
 
-    def _operands(self, mma):
-        """Shared-memory operands, with whatever lies there."""
+    @cute.jit
+    def _operands(self, data: cute.Tensor, thread: Int32):
+        """Shared-memory operands, filled from ``data``."""
         c, smem = self.config, SmemAllocator()
         rows, depth = ROWS * c.mma_warpgroups, 16 * c.steps
         tile = (rows, c.n, depth)
@@ -142,27 +159,40 @@ class Streams:
             hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, BFloat16, 1),
             hopper.make_smem_layout_b(order, tile, BFloat16, 1),
         )
-        return [
-            smem.allocate_tensor(BFloat16, x.outer, byte_alignment=1024, swizzle=x.inner)
-            for x in layouts
-        ]
+        tensors = []
+        for i in cutlass.range_constexpr(2):
+            layout = layouts[i]
+            words = cute.cosize(layout.outer) // 2
+            start = smem.allocate_array(Float32, words, byte_alignment=1024)
+            flat = cute.make_tensor(start, cute.make_layout(words))
+            for j in cutlass.range(thread, words, c.threads, unroll=1):
+                flat[j] = data[(j + i * words) % data.shape[0]]
+            swizzled = cute.recast_ptr(start, swizzle_=layout.inner, dtype=BFloat16)
+            tensors.append(cute.make_tensor(swizzled, layout.outer))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        return tensors
 
     @cute.jit
-    def _multiply(self, mma: cute.TiledMma, tensors: list, thread: Int32, turns: Int32):
+    def _multiply(
+        self, mma: cute.TiledMma, data: cute.Tensor, tensors: list, thread: Int32, turns: Int32
+    ):
         c = self.config
         sA, sB = tensors
         group = thread // WARPGROUP
         mine = mma.get_slice(group * WARPGROUP)
         if cutlass.const_expr(c.a_in_registers):
             a = cute.make_rmem_tensor(((2, 2, 2), 1, c.steps), BFloat16)
-            a.fill(0.0)
+            words = cute.recast_tensor(a, Float32)
+            for i in cutlass.range_constexpr(cute.size(words)):
+                words[i] = data[(thread + 977 * i) % data.shape[0]]
         else:
             a = mma.make_fragment_A(mine.partition_A(sA))[None, None, None, 0]
         b = mma.make_fragment_B(mine.partition_B(sB))[None, None, None, 0]
         acc = cute.make_rmem_tensor(((2, 2, c.n // 8), 1, 1), Float32)
         acc.fill(0.0)
         for _ in cutlass.range(turns, unroll=1):
-            issue_mma(mma, acc, a, b, True)
+            for _ in cutlass.range_constexpr(c.groups):
+                issue_mma(mma, acc, a, b, True)
             warpgroup.wait_group(0)
         total = Float32(0.0)
         for i in cutlass.range_constexpr(cute.size(acc)):

@@ -1,38 +1,104 @@
-"""The command ``simulate``: one run of a kernel's roles, whether it is right, what it did, and in which order."""
+"""The commands ``simulate`` and ``time``: a kernel's own roles, run for what they compute and for how long they take."""
 
+import dataclasses
 import textwrap
 import time
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 
+from flash4.common.tiles import grid_of
 from flash4.demo import Check
 from flash4.interface import default_scale
+from flash4.sim import draw as pictures
+from flash4.sim.chips import H200
 from flash4.sim.explore import explore
 from flash4.sim.machine import Hazard, Machine, Step
-from flash4.sim.sm90_fwd import forward_machines
+from flash4.sim.mutants import KERNELS
+from flash4.sim.sm90_fwd import Variation, forward_machines
+from flash4.sim.sm90_fwd_clock import time_forward
 
 KINDS = ("wait", "arrive", "issue", "join", "read", "write")
 CELL = 26  # characters of a timeline's column
+SHOWN_CYCLES = 10_000  # of a chart, if nothing else is asked for
 
 
-def command(arguments, config, shapes) -> int:
+@dataclass(frozen=True)
+class Study:
+    """A kernel to look at.
+
+    Attributes:
+        plan: of the call, with the config that is run.
+        variation: roles and what else is changed.
+        changes: in words.
+    """
+
+    plan: object
+    variation: Variation
+    changes: tuple[str, ...] = ()
+
+
+def study(kernel: str, plan, settings: list[str], mutant: str | None) -> Study:
+    """Change a planned kernel.
+
+    Args:
+        kernel: name of the kernel.
+        plan: as dispatched.
+        settings: ``"field=value"`` of the config.
+        mutant: part of the name of exactly one mutant, or None.
+
+    Raises:
+        ValueError: no such field or value, or not one mutant; the message lists what there is.
+    """
+    config, variation, changes = plan.config, Variation(), list(settings)
+    for setting in settings:
+        config = dataclasses.replace(config, **_parse(config, setting))
+    if mutant is not None:
+        found = [m for m in KERNELS[kernel]() if mutant in m.name]
+        exact = [m for m in found if m.name == mutant]
+        if len(exact or found) != 1:
+            raise ValueError(
+                f"{mutant!r} is in the name of {[m.name for m in found] or 'no mutant'}"
+            )
+        (chosen,) = exact or found
+        variation = chosen.build()
+        changes.append(chosen.name)
+    grid = grid_of(plan.problem, config.tile_q, config.pack)
+    plan = dataclasses.replace(plan, config=config, grid=grid)
+    return Study(plan, variation, tuple(changes))
+
+
+def _parse(config, setting: str) -> dict[str, object]:
+    name, _, text = setting.partition("=")
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    if name not in fields:
+        raise ValueError(f"the config has no {name!r}; it has {', '.join(fields)}")
+    if isinstance(fields[name], bool):
+        if text not in ("True", "False"):
+            raise ValueError(f"{name} is True or False, not {text!r}")
+        return {name: text == "True"}
+    return {name: int(text)}
+
+
+def command(arguments, what: Study, shapes) -> int:
     """Simulate a call and print what happened; returns 1 if something is wrong.
 
     Args:
         arguments: of the command line.
-        config: of the kernel.
+        what: kernel to run.
         shapes: q, k and v without memory.
     """
-    tensors = draw(shapes)
+    tensors, config = draw(shapes), what.plan.config
     scale = arguments.softmax_scale
     scale = default_scale(tensors[0]) if scale is None else scale
-    print(f"{arguments.kernel}: {config}\nseed {arguments.seed}, {arguments.ctas} CTAs", flush=True)
+    _say_what(arguments, what)
+    print(f"seed {arguments.seed}, {arguments.ctas} CTAs", flush=True)
     arrays = [x.float().numpy() for x in tensors]
     start, machines, out = time.perf_counter(), [], None
     try:
         for machine, call in forward_machines(
-            config, arrays, scale, arguments.ctas, arguments.seed
+            config, arrays, scale, arguments.ctas, arguments.seed, what.variation
         ):
             machines.append(machine)
             machine.run()
@@ -47,7 +113,38 @@ def command(arguments, config, shapes) -> int:
     if arguments.exhaustive:
         print()
         good &= _exhaust(machines)
+    print()
+    _show_time(arguments, what)
     return 0 if good else 1
+
+
+def time_command(arguments, what: Study) -> int:
+    """Run a call under the clock only, and print and draw how long it takes."""
+    _say_what(arguments, what)
+    _show_time(arguments, what)
+    return 0
+
+
+def _say_what(arguments, what: Study):
+    print(f"{arguments.kernel}: {what.plan.config}")
+    for change in what.changes:
+        print(f"  changed: {change}")
+
+
+def _show_time(arguments, what: Study):
+    timing = time_forward(what.plan, H200, what.variation.roles)
+    print(timing)
+    spans = timing.machine.spans
+    begin, end = arguments.cycles or (0, min(timing.cycles, SHOWN_CYCLES))
+    print(f"\none SM, cycles {begin:.0f} to {end:.0f}\n{pictures.chart(spans, begin, end)}")
+    if arguments.draw is not None:
+        changes = "".join(f", {change}" for change in what.changes)
+        title = f"{what.plan.name}{changes}: {timing.tflops:.0f} TFLOP/s on an {H200.name} (model)"
+        pictures.gantt(spans, arguments.draw, begin, end, title)
+        print(f"wrote {arguments.draw}")
+    if arguments.trace is not None:
+        pictures.trace(spans, arguments.trace, timing.mhz)
+        print(f"wrote {arguments.trace}: open it in https://ui.perfetto.dev or chrome://tracing")
 
 
 def draw(shapes) -> tuple[torch.Tensor, ...]:
