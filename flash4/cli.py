@@ -85,6 +85,7 @@ def _study_options() -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="change the config"
     )
     group.add_argument("--mutant", metavar="NAME", help="change the roles; mutants lists the names")
+    group.add_argument("--roles", type=Path, metavar="FILE", help="a changed copy of the roles")
     group.add_argument("--draw", type=Path, metavar="FILE", help="Gantt chart, .svg or .png")
     group.add_argument("--trace", type=Path, metavar="FILE", help="trace for Perfetto, .json")
     group.add_argument(
@@ -214,7 +215,8 @@ def _study(arguments):
 
     _, _, arch, _ = next(k for k in FORWARD_KERNELS if k[0] == arguments.kernel)
     plan = plan_forward(_problem(arguments), arch, H200.sms)
-    return simulation.study(arguments.kernel, plan, arguments.set, arguments.mutant)
+    a = arguments
+    return simulation.study(a.kernel, plan, a.set, a.mutant, a.roles)
 
 
 def describe(arguments) -> int:

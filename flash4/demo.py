@@ -20,6 +20,7 @@ CHECKED = {"batch": 2, "seqlen_q": 1000, "seqlen_k": 1000, "heads": 8, "heads_kv
 TIMED = {"batch": 2, "seqlen_q": 4096, "seqlen_k": 4096, "heads": 16, "heads_kv": 16}
 HEAD_DIM = 128
 SEEDS = 4  # orders that the schedule is simulated in
+DRAWN_CYCLES = 6_000
 CALLS = 30  # timed ones
 
 
@@ -96,20 +97,23 @@ class Check:
 
 def on_cpu() -> int:
     """Compile the kernel, show it, and simulate its schedule."""
-    say("\n[1/4] The plan of a call")
+    say("\n[1/5] The plan of a call")
     tensors = (x.to("meta") for x in draw(TIMED, "cpu"))
     plan = flash4.explain(*tensors, causal=True, arch="sm_90a")
     say(f"  {plan}".replace("\n", "\n  "))
 
-    say("\n[2/4] Its pipeline: which warps fill and read which ring, and the memory of one CTA")
+    say("\n[2/5] Its pipeline: which warps fill and read which ring, and the memory of one CTA")
     graph = plan.config.graph
     say("  " + f"{graph.diagram()}\n\n{graph.table()}".replace("\n", "\n  "))
 
-    say(f"\n[3/4] Compiling it for {plan.arch}, without a GPU")
+    say(f"\n[3/5] Compiling it for {plan.arch}, without a GPU")
     good = compiles_well(plan)
 
-    say("\n[4/4] Running its schedule in plain Python, in several adversarial orders")
+    say("\n[4/5] Running its schedule in plain Python, in several adversarial orders")
     good &= simulates_well(plan.config)
+
+    say("\n[5/5] Its pipeline under the clock: one SM of an H200, by a model of the chip")
+    show_pipeline(plan)
     say("\nEverything is as it should be." if good else "\nSomething is WRONG, see above.")
     return 0 if good else 1
 
@@ -157,16 +161,29 @@ def simulates_well(config) -> bool:
     return good
 
 
+def show_pipeline(plan):
+    """Time a plan under the simulator's clock, and draw a stretch of it."""
+    from flash4.sim.chips import H200
+    from flash4.sim.draw import chart
+    from flash4.sim.sm90_fwd_clock import time_forward
+
+    timing = time_forward(plan, H200)
+    middle = timing.cycles / 2
+    text = f"{timing}\n\n{chart(timing.machine.spans, middle, middle + DRAWN_CYCLES)}"
+    say("  " + text.replace("\n", "\n  "))
+    say("  python -m flash4 time sm90-fwd --causal --draw pipeline.svg draws it in colour")
+
+
 def on_gpu() -> int:
     """Run, check and time the kernel."""
     say(f"flash4 {flash4.__version__} on {torch.cuda.get_device_name()}")
 
-    say("\n[1/3] The plan of a call")
+    say("\n[1/4] The plan of a call")
     q, k, v = draw(TIMED, "cuda")
     plan = flash4.explain(q, k, v, causal=True)
     say(f"  {plan}".replace("\n", "\n  "))
 
-    say("\n[2/3] Checking against float64")
+    say("\n[2/4] Checking against float64")
     small = draw(CHECKED, "cuda")
     say("  first call, which compiles the kernel unless the cache on disk has it ...")
     start = time.perf_counter()
@@ -177,7 +194,7 @@ def on_gpu() -> int:
     sizes = ", ".join(f"{name} {size}" for name, size in CHECKED.items())
     good = Check(*small).passes(out, f"{sizes}, head_dim {HEAD_DIM}, causal")
 
-    say(f"\n[3/3] Timing {CALLS} calls, beside torch's scaled_dot_product_attention")
+    say(f"\n[3/4] Timing {CALLS} calls, beside torch's scaled_dot_product_attention")
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     contenders = {
         "flash4": lambda: flash4.flash_attn_func(q, k, v, causal=True),
@@ -187,6 +204,9 @@ def on_gpu() -> int:
         for name, seconds in median_seconds(contenders).items():
             rate = plan.problem.flops / seconds / 1e12
             say(f"  {name:6} {seconds * 1e3:.3f} ms, {rate:.0f} TFLOP/s")
+
+    say("\n[4/4] Its pipeline, by the simulator's model of an H200")
+    show_pipeline(plan)
     say("\nEverything is as it should be." if good else "\nThe result is WRONG, see above.")
     return 0 if good else 1
 

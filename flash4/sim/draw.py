@@ -1,5 +1,6 @@
 """Pictures of a clocked run: a Gantt chart as text, SVG or PNG, and a trace for Perfetto or chrome://tracing."""
 
+import hashlib
 import json
 import re
 from collections import defaultdict
@@ -39,8 +40,9 @@ def row_of(span: Span) -> str:
 
 
 def label_of(span: Span) -> str:
-    """Label without the number of a slot."""
-    return re.sub(r"^the copy into (\w+)\[\d+\]$", lambda m: f"TMA {m[1].upper()}", span.label)
+    """Label in the words of the diagram, without the number of a slot."""
+    label = re.sub(r"^the tensor core for .*", "tensor cores", span.label)
+    return re.sub(r"^the copy into (\w+)\[\d+\]$", lambda m: f"TMA {m[1].upper()}", label)
 
 
 def rows_of(spans: list[Span]) -> dict[str, list[Span]]:
@@ -73,8 +75,14 @@ def chart(spans: list[Span], begin: float, end: float, columns: int = 100) -> st
     return "\n".join([*lines, scale, legend])
 
 
+def digest(spans: list[Span]) -> str:
+    """What a picture shows, as a word: cycles are rounded, so that another machine finds the same."""
+    lines = [f"{s.row} {s.label} {s.begin:.0f} {s.end:.0f} {s.waits}" for s in spans]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
 def gantt(spans: list[Span], path: Path, begin: float, end: float, title: str):
-    """Draw a Gantt chart into an SVG or PNG file, by its suffix.
+    """Draw a Gantt chart into an SVG or PNG file, by its suffix; an SVG's description holds the ``digest``.
 
     Raises:
         RuntimeError: matplotlib is not installed.
@@ -102,7 +110,9 @@ def gantt(spans: list[Span], path: Path, begin: float, end: float, title: str):
                 style = {"color": "0.92"} if span.waits else {"color": colours[label_of(span)]}
                 axes.broken_barh([(lo, hi - lo)], (y - 0.4, 0.8), **style)
                 if span.waits and hi - lo > (end - begin) / 25:
-                    axes.text((lo + hi) / 2, y, span.label, ha="center", va="center", fontsize=6)
+                    axes.text(
+                        (lo + hi) / 2, y, label_of(span), ha="center", va="center", fontsize=6
+                    )
     axes.set(xlim=(begin, end), ylim=(len(rows) - 0.4, -0.6), xlabel="SM cycles", title=title)
     axes.set_yticks(range(len(rows)), list(rows))
     patches = [Patch(color=colours[label], label=label) for label in labels]
@@ -113,7 +123,9 @@ def gantt(spans: list[Span], path: Path, begin: float, end: float, title: str):
     figure.set_layout_engine("tight")
     if path.suffix == ".svg":
         with matplotlib.rc_context({"svg.hashsalt": "flash4", "svg.fonttype": "none"}):
-            FigureCanvasSVG(figure).print_svg(str(path), metadata={"Date": None})
+            FigureCanvasSVG(figure).print_svg(
+                str(path), metadata={"Date": None, "Description": f"spans {digest(spans)}"}
+            )
     elif path.suffix == ".png":
         FigureCanvasAgg(figure).print_png(str(path))
     else:

@@ -5,6 +5,7 @@ import textwrap
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -39,34 +40,51 @@ class Study:
     changes: tuple[str, ...] = ()
 
 
-def study(kernel: str, plan, settings: list[str], mutant: str | None) -> Study:
-    """Change a planned kernel.
+def study(kernel: str, plan, settings=(), mutant: str | None = None, roles: Path | None = None):
+    """Change a planned kernel; returns a ``Study``.
 
     Args:
         kernel: name of the kernel.
         plan: as dispatched.
         settings: ``"field=value"`` of the config.
         mutant: part of the name of exactly one mutant, or None.
+        roles: Python file with other roles, such as a changed copy of the kernel's.
 
     Raises:
-        ValueError: no such field or value, or not one mutant; the message lists what there is.
+        ValueError: no such field or value, not one mutant, or no roles; the message lists what there is.
     """
     config, variation, changes = plan.config, Variation(), list(settings)
     for setting in settings:
         config = dataclasses.replace(config, **_parse(config, setting))
+    if mutant is not None and roles is not None:
+        raise ValueError("mutants are of the kernel's own roles: give a mutant or a file of roles")
     if mutant is not None:
-        found = [m for m in KERNELS[kernel]() if mutant in m.name]
-        exact = [m for m in found if m.name == mutant]
-        if len(exact or found) != 1:
-            raise ValueError(
-                f"{mutant!r} is in the name of {[m.name for m in found] or 'no mutant'}"
-            )
-        (chosen,) = exact or found
+        chosen = _find_mutant(kernel, mutant)
         variation = chosen.build()
-        changes.append(chosen.name)
+        changes.append(f"{chosen.name} (line {chosen.line})")
+    if roles is not None:
+        variation = Variation(_read_roles(roles, variation.roles.__name__))
+        changes.append(f"roles of {roles}")
     grid = grid_of(plan.problem, config.tile_q, config.pack)
     plan = dataclasses.replace(plan, config=config, grid=grid)
     return Study(plan, variation, tuple(changes))
+
+
+def _find_mutant(kernel: str, name: str):
+    found = [m for m in KERNELS[kernel]() if name in m.name]
+    found = [m for m in found if m.name == name] or found
+    if len(found) != 1:
+        named = "; ".join(f"{m.name} (line {m.line})" for m in found) or "no mutant"
+        raise ValueError(f"{name!r} is in the name of: {named}")
+    return found[0]
+
+
+def _read_roles(path: Path, class_name: str) -> type:
+    namespace = {"__name__": path.stem}
+    exec(compile(path.read_text("utf-8"), str(path), "exec"), namespace)
+    if class_name not in namespace:
+        raise ValueError(f"{path} has no class {class_name}")
+    return namespace[class_name]
 
 
 def _parse(config, setting: str) -> dict[str, object]:

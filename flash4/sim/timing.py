@@ -1,5 +1,6 @@
 """What a clocked run says: time and rate, who was busy, what roles waited for, and the critical path."""
 
+import re
 from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass
@@ -65,7 +66,10 @@ class Timing:
             waits = sorted(
                 ((c, r) for (t, r), c in machine.stalls.items() if t == task), reverse=True
             )
-            shown = ", ".join(f"{what} {c / self.cycles:.0%}" for c, what in waits[:4])
+            shown = ", ".join(
+                f"{re.sub('^the tensor core.*', 'tensor cores', what)} {c / self.cycles:.0%}"
+                for c, what in waits[:4]
+            )
             lines.append(f"  {task} waits for: {shown}")
         path = critical_path(machine.spans)
         whole = sum(path.values())

@@ -46,7 +46,7 @@ def refused(capsys, monkeypatch):
 
 def test_help_names_the_commands():
     text = output("-m", "flash4", "--help")
-    for command in ("demo", "explain", "describe", "sass", "simulate", "mutants"):
+    for command in ("demo", "explain", "describe", "sass", "simulate", "time", "mutants"):
         assert re.search(rf"^    {command} +\w", text, re.M), text
 
 
@@ -156,6 +156,53 @@ def test_simulate_tells_the_story_of_a_hazard(monkeypatch, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU sees")
+def test_time(tmp_path):
+    trace, picture = tmp_path / "trace.json", tmp_path / "chart.png"
+    text = output("-m", "flash4", "time", "sm90-fwd", "--seqlen", 512, "--causal", "--cycles", "2000:4000",
+                  "--set", "stages=1", "--trace", trace, "--draw", picture)  # fmt: skip
+    assert "changed: stages=1" in text and "stages=1" in text.splitlines()[0]
+    assert re.search(
+        r"time on an H200 \(model\): \d+ cycles, [\d.]+ us at \d+ MHz, \d+ TFLOP/s", text
+    )
+    assert re.search(r"^  busy: .*tensor \d+%", text, re.M) and "critical path: " in text
+    assert re.search(r"^mma\[1\] +\|.{100}\|$", text, re.M) and "cycles 2000 to 4000" in text
+    assert trace.stat().st_size > 1000 and picture.stat().st_size > 1000
+
+
+def test_other_roles(tmp_path, capsys):
+    """A copy of the roles runs as they do; with a wait taken out the simulator tells its line."""
+    source = (ROOT / "flash4" / "sm90" / "fwd_roles.py").read_text()
+    roles = tmp_path / "mine.py"
+    roles.write_text(source)
+    command = ["simulate", "sm90-fwd", "--seqlen", "300", "--roles", str(roles)]
+    assert cli.main(command) == 0
+    assert f"changed: roles of {roles}" in capsys.readouterr().out
+    assert "ops.wait_mma(1)" in source
+    roles.write_text(source.replace("ops.wait_mma(1)", "pass"))
+    assert cli.main(command) == 1
+    assert re.search(r"race on S of .*mine\.py:\d+", capsys.readouterr().out, re.S)
+    assert cli.main([*command[:4], "--mutant", "mma: drop ops.wait_mma(1)"]) == 1
+    assert "changed: mma: drop ops.wait_mma(1) (line" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--set", "stage=1"), "the config has no 'stage'; it has bf16, tile_d"),
+        (("--set", "turns=1"), "turns is True or False, not '1'"),
+        (("--set", "stages=many"), "invalid literal"),
+        (("--set", "tile_m=100"), "tile_m is 100; supported are 64, 128"),
+        (("--mutant", "drop k_slot.release()"), "mma: drop k_slot.release() #2 (line"),
+        (("--mutant", "nonsense"), "no mutant"),
+        (("--roles", "/nowhere.py"), "nowhere.py"),
+        (("--cycles", "9:3"), "invalid"),
+        (("--draw", "chart.gif"), "pictures end in .svg or .png"),
+    ],
+)
+def test_studies_that_cannot_be(options, message, refused):
+    assert message in refused("time", "sm90-fwd", "--seqlen", 256, *options)
+
+
 def test_demo():
     """About 15 seconds: it compiles a kernel and simulates it."""
     text = output("-m", "flash4", "demo", timeout=120)

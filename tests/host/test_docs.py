@@ -2,11 +2,13 @@
 
 import inspect
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 import flash4
+from flash4 import cli
 from tests.source_tree import ROOT, project_files
 
 TEST = "pip install -e '.[dev]' && pytest"
@@ -86,3 +88,26 @@ def test_no_file_speaks_of_its_authors_machine():
 )
 def test_foreign_words_are_found(parts, count):
     assert len(foreign_words("".join(parts))) == count
+
+
+def drawing_commands() -> list[tuple[Path, str]]:
+    """(page, command) of every picture that a page says how to draw."""
+    pattern = r"^python -m flash4 (.* --draw docs/pictures/\S+)$"
+    return [(p, c) for p in PAGES for c in re.findall(pattern, p.read_text("utf-8"), re.M)]
+
+
+@pytest.mark.parametrize(("page", "command"), drawing_commands(), ids=lambda x: str(x)[-60:])
+def test_pictures_are_what_their_commands_draw(page, command, tmp_path, capsys):
+    """If not: run the command again, and see whether the page still says what the picture shows."""
+    words = shlex.split(command)
+    kept, again = ROOT / words[-1], tmp_path / "again.svg"
+    assert cli.main([*words[:-1], str(again)]) == 0
+    (rate,) = re.findall(r"(\d+) TFLOP/s", capsys.readouterr().out)
+    assert re.search(rf"\b{rate}\b", page.read_text("utf-8"))
+    shown = [re.search("spans [0-9a-f]+", path.read_text("utf-8"))[0] for path in (kept, again)]
+    assert shown[0] == shown[1]
+
+
+def test_every_picture_is_drawn_by_a_command():
+    drawn = {shlex.split(command)[-1] for _, command in drawing_commands()}
+    assert drawn == {f"docs/pictures/{p.name}" for p in (ROOT / "docs" / "pictures").iterdir()}

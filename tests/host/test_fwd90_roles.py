@@ -1,10 +1,16 @@
-"""The Hopper forward's own role functions, in plain Python: right numbers, and no hazard, in any order."""
+"""The Hopper forward's own role functions, in plain Python: right numbers, and no hazard, in any order.
 
+As a script, with more random problems: ``python -m tests.host.test_fwd90_roles --n 2000 --seed 1``.
+"""
+
+import argparse
+import time
 from dataclasses import dataclass, replace
 
+import hypothesis
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flash4.jit.compile import compile_kernel
@@ -214,3 +220,31 @@ def test_steps_do_not_depend_on_the_order():
         steps = [(s.actor, s.kind, s.target, s.count, s.nbytes) for s in machine.trace]
         programs.append({actor: [s for s in steps if s[0] == actor] for actor in actors})
     assert programs[1:] == programs[:-1]
+
+
+def main():
+    """Run random (problem, seed) pairs; a failure is shrunk and raised."""
+    options = argparse.ArgumentParser(description=main.__doc__)
+    options.add_argument("--n", type=int, default=2000)
+    options.add_argument("--seed", type=int, default=0)
+    arguments = options.parse_args()
+    torch.set_num_threads(1)
+    runs, start = [], time.perf_counter()
+
+    @hypothesis.seed(arguments.seed)
+    @settings(
+        max_examples=arguments.n, database=None, deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(case=cases(), seed=st.integers(0, 2**16))
+    def check(case, seed):
+        run(case, seed)
+        runs.append(case.config)
+
+    check()
+    seconds = time.perf_counter() - start
+    print(f"{len(runs)} runs of {len(set(runs))} configs, no alarm, numbers right, {seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
