@@ -179,13 +179,21 @@ class MmaOps:
         o = np.where(empty[:, None], 0, self._o.values / self._total[:, None])
         query, head, exists = call.places(tile, self._rows)
         call.lse[tile.batch, head[exists], query[exists]] = lse[exists]
-        self._q_read.sync() if self.o_borrows_q else self.wait_store()
-        self._sO.write(round_to_16_bit(o, self._config.bf16))
+        o = round_to_16_bit(o, self._config.bf16)
+        places = tile.batch, query[exists], head[exists]
+        for part in range(self._config.o_parts):
+            self._q_read.sync() if self.o_borrows_q else self.wait_store()
+            self._store_part(o, exists, places, part)
+
+    def _store_part(self, o, exists, places, part):
+        width = self._sO.shape[1]
+        columns = slice(part * width, min((part + 1) * width, self._call.out.shape[3]))
+        self._sO.write(o[:, part * width : (part + 1) * width])
         self._machine.fence()
 
         def land():
-            o = self._sO.peek()[exists, : call.out.shape[3]]
-            call.out[tile.batch, query[exists], head[exists]] = o
+            stored = self._sO.peek()[exists, : max(columns.stop - columns.start, 0)]
+            self._call.out[(*places, columns)] = stored
 
         self._stores.issue("the store of O", land, reads=[self._sO])
 
@@ -290,6 +298,7 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation):
     for group in range(count):
         machine.name_barrier(BARRIER_STORE + group, f"store of mma[{group}]")
         at = bases["o"] + group * part
-        o = Region(memory, f"o[{group}]", at, at + part, (MMA_ROWS, config.tile_dv))
+        shape = (MMA_ROWS, config.tile_dv // config.o_parts)
+        o = Region(memory, f"o[{group}]", at, at + part, shape)
         ops, turn = MmaOps(machine, call, group, o, q_read), Turn(turns, group)
         machine.spawn(f"mma[{group}]", mma, schedule, ops, call.tiles, *ends("mma"), turn)

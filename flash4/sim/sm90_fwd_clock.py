@@ -130,9 +130,8 @@ class MmaOps:
             chip, "exact maximum", alu=elements + 4, fma=4, mufu=2, other=third, stall=120
         )
         self._convert = ops(chip, "P to 16 bit", alu=elements / 2, other=third, stall=30)
-        self._finish = ops(
-            chip, "O / l", fma=config.tile_dv / 2, alu=config.tile_dv / 4, other=STORE, stall=200
-        )
+        columns, other = config.tile_dv / config.o_parts, tuple(x / config.o_parts for x in STORE)
+        self._finish = ops(chip, "O / l", fma=columns / 2, alu=columns / 4, other=other, stall=200)
         self._begin = ops(chip, "begin", other=TILE)
 
     def unseen_blocks(self, tile):
@@ -184,14 +183,14 @@ class MmaOps:
 
     def store(self, tile):
         """O / l, to shared memory, and a TMA store."""
-        machine = self._machine
-        if self.o_borrows_q:
-            self._q_read.sync()
-        else:
-            self.wait_store()
-        machine.spend(self._finish)
-        work = self._config.o_bytes // self._config.mma_warpgroups
-        self._stores.issue("the store of O", _nothing, work=_store_work(machine.chip, work))
+        machine, nbytes = self._machine, self._config.o_bytes // self._config.mma_warpgroups
+        for _ in range(self._config.o_parts):
+            if self.o_borrows_q:
+                self._q_read.sync()
+            else:
+                self.wait_store()
+            machine.spend(self._finish)
+            self._stores.issue("the store of O", _nothing, work=_store_work(machine.chip, nbytes))
 
     def wait_store(self):
         """Wait until the stores have read their shared memory."""

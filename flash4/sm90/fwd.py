@@ -1,6 +1,6 @@
 """Forward attention for Hopper: host code, launch and wiring of the roles.
 
-    load --[q x1 tma->warps]--> mma
+    load --[q x2 tma->warps]--> mma
     load --[k x2 tma->warps]--> mma
     load --[v x2 tma->warps]--> mma
 
@@ -117,7 +117,7 @@ class ForwardSm90:
             operand(load, packed_view(q, heads_kv), layouts[0], (q_rows, c.tile_d)),
             operand(load, permuted_view(k, [1, 3, 2, 0]), layouts[1], (c.tile_n, c.tile_d)),
             operand(load, permuted_view(v, [3, 1, 2, 0]), layouts[2], (c.tile_dv, c.tile_n)),
-            operand(save, packed_view(o, heads_kv), layouts[3], (o_rows, c.tile_dv)),
+            operand(save, packed_view(o, heads_kv), layouts[3], (o_rows, c.tile_dv // c.o_parts)),
         )
         grid = Grid(
             m_blocks=cute.ceil_div(q.shape[1], c.tile_q),
@@ -155,14 +155,16 @@ class ForwardSm90:
         return mma_qk, mma_pv
 
     def _smem_layouts(self):
-        """Swizzled layouts of Q (tile_m, tile_d, 1), K (tile_n, tile_d, stages), V (tile_dv, tile_n, stages), O."""
+        """Swizzled layouts of Q (tile_m, tile_d, q_stages), K (tile_n, tile_d, stages), V (tile_dv, tile_n, stages), O."""
         c, dtype = self.config, element(self.config)
         row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         return (
-            hopper.make_smem_layout_a(row, (c.tile_m, c.tile_n, c.tile_d), dtype, 1),
+            hopper.make_smem_layout_a(row, (c.tile_m, c.tile_n, c.tile_d), dtype, c.q_stages),
             hopper.make_smem_layout_b(row, (c.tile_m, c.tile_n, c.tile_d), dtype, c.stages),
             hopper.make_smem_layout_b(column, (c.tile_m, c.tile_dv, c.tile_n), dtype, c.stages),
-            hopper.make_smem_layout_epi(dtype, row, (MMA_ROWS, c.tile_dv), c.mma_warpgroups),
+            hopper.make_smem_layout_epi(
+                dtype, row, (MMA_ROWS, c.tile_dv // c.o_parts), c.mma_warpgroups
+            ),
         )
 
     @cute.kernel

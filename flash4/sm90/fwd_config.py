@@ -1,6 +1,6 @@
 """Configuration and pipeline graph of the Hopper forward: every compile-time fact, DSL-free."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flash4.common.geometry import KvBlocks, Phase, imax
 from flash4.common.graph import Buffer, PipelineGraph, Ring, Role
@@ -10,6 +10,7 @@ SMEM_ALIGN = 1_024  # the 128-byte swizzle repeats every 1,024 bytes
 ELEMENT_BYTES = 2
 MMA_ROWS = 64  # rows of one warpgroup's WGMMA
 TILE_DIM_STEP = 32  # head dims are padded in shared memory to a multiple of this
+O_COLUMN_STEP = 64  # columns of O that one box of a TMA store holds
 KEY_STEP = 16  # keys that one WGMMA of P V contracts
 MAX_HEAD_DIM = 256
 PACKS = (1, 2, 4, 8, 16, 32, 64)
@@ -30,6 +31,8 @@ class ForwardConfig:
             ``r // pack`` of head ``r % pack`` of its group.
         negate: the softmax scale is negative: scores are negated before the maximum.
         stages: slots of the K ring and of the V ring.
+        q_stages: slots of Q: with two, the next tile's Q is on its way while this one is worked on.
+        o_parts: O is stored in so many parts, by columns, one after the other through the same shared memory.
         turns: warpgroups take turns at issuing MMAs.
         skip: a warpgroup passes over the blocks that none of its own 64 rows sees (causal, blocks shorter than the
             tile). Warpgroups then run different numbers of blocks, which taking turns forbids.
@@ -48,14 +51,22 @@ class ForwardConfig:
     turns: bool = False
     skip: bool = False
     settle: int = 12
+    q_stages: int = 1
+    o_parts: int = 1
 
     def __post_init__(self):
         if self.tile_m % MMA_ROWS or not 1 <= self.mma_warpgroups <= 4:
             raise ValueError(f"tile_m is {self.tile_m}; supported are 64, 128, 192 and 256")
         if self.tile_n % KEY_STEP or self.tile_n <= 0:
             raise ValueError(f"tile_n is {self.tile_n}; supported are multiples of {KEY_STEP}")
-        if self.stages < 1:
-            raise ValueError(f"stages is {self.stages}; a ring needs at least 1")
+        if min(self.stages, self.q_stages) < 1:
+            raise ValueError(
+                f"stages is {self.stages}, q_stages {self.q_stages}; a ring needs at least 1"
+            )
+        if self.o_parts < 1 or self.tile_dv % (self.o_parts * O_COLUMN_STEP) and self.o_parts > 1:
+            raise ValueError(
+                f"o_parts is {self.o_parts}; parts of {self.tile_dv} columns are multiples of {O_COLUMN_STEP}"
+            )
         if self.pack not in PACKS:
             raise ValueError(f"pack is {self.pack}; supported are {PACKS}")
         if self.skip and (self.turns or not self.causal):
@@ -116,12 +127,14 @@ class ForwardConfig:
 
     @property
     def o_bytes(self) -> int:
-        """Bytes of one O tile."""
-        return self.tile_m * self.tile_dv * ELEMENT_BYTES
+        """Bytes of one part of an O tile."""
+        return self.tile_m * self.tile_dv // self.o_parts * ELEMENT_BYTES
 
     @property
     def o_borrows_q(self) -> bool:
         """O is staged for its store in the memory of Q, where there is no room for both."""
+        if self.q_stages > 1:
+            return False
         own = self.q_bytes + self.o_bytes + self.stages * (self.k_bytes + self.v_bytes)
         return own + SMEM_ALIGN > SMEM_LIMIT
 
@@ -134,7 +147,7 @@ class ForwardConfig:
     def graph(self) -> PipelineGraph:
         """Roles, rings and shared memory.
 
-        load --[q x1 tma->warps]--> mma
+        load --[q x2 tma->warps]--> mma
         load --[k x2 tma->warps]--> mma
         load --[v x2 tma->warps]--> mma
         """
@@ -145,12 +158,12 @@ class ForwardConfig:
         return PipelineGraph(
             roles=(load, mma),
             rings=(
-                Ring("q", load, mma, 1, self.q_bytes),
+                Ring("q", load, mma, self.q_stages, self.q_bytes),
                 Ring("k", load, mma, self.stages, self.k_bytes),
                 Ring("v", load, mma, self.stages, self.v_bytes),
             ),
             buffers=(
-                Buffer("q", self.q_bytes),
+                Buffer("q", self.q_stages * self.q_bytes),
                 Buffer("k", self.stages * self.k_bytes),
                 Buffer("v", self.stages * self.v_bytes),
                 Buffer("o", self.o_bytes, borrows="q" if self.o_borrows_q else None),
@@ -182,7 +195,27 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
         negate=problem.negative_scale,
         **tile,
     )
-    return config, (why_tile, why_pack)
+    config, why_memory = spend_memory(config)
+    return config, (why_tile, why_memory, why_pack)
+
+
+def spend_memory(config: ForwardConfig) -> tuple[ForwardConfig, str]:
+    """Give Q a second slot if there is room, or else O memory of its own, in parts if it must be; and the reason.
+
+    Both let the next tile's Q come in while this tile is finished.
+    """
+    for change, why in (
+        ({"q_stages": 2}, "two slots of Q: room for the next tile's"),
+        ({}, "one slot of Q: no room for a second"),
+        ({"o_parts": 2}, "O is stored in two halves: no room for all of it"),
+    ):
+        if config.tile_dv % (O_COLUMN_STEP * change.get("o_parts", 1)) == 0 or not change.get(
+            "o_parts"
+        ):
+            changed = replace(config, **change)
+            if changed.fits and not changed.o_borrows_q:
+                return changed, why
+    return config, "O borrows the memory of Q: no room for both"
 
 
 def padded_head_dim(head_dim: int) -> int:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
 from cutlass import BFloat16, Float16, Float32, Int32
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flash4.common import numerics
 from flash4.common.numerics import LN2, RESCALE_THRESHOLD_LOG2
@@ -78,7 +79,7 @@ class LoadOps:
     q: Operand  # ((heads per KV head, S), D, heads_kv, B)
     k: Operand  # (S, D, heads_kv, B)
     v: Operand  # (Dv, S, heads_kv, B)
-    sQ: cute.Tensor  # (tile_m, tile_d, 1)
+    sQ: cute.Tensor  # (tile_m, tile_d, q_stages)
     sK: cute.Tensor  # (tile_n, tile_d, stages)
     sV: cute.Tensor  # (tile_dv, tile_n, stages)
 
@@ -211,7 +212,7 @@ class MmaOps:
     config: ForwardConfig
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
-    tSrQ: cute.Tensor  # (MMA, MMA_M, MMA_D, 1)
+    tSrQ: cute.Tensor  # (MMA, MMA_M, MMA_D, q_stages)
     tSrK: cute.Tensor  # (MMA, MMA_N, MMA_D, stages)
     tOrV: cute.Tensor  # (MMA, MMA_DV, MMA_N, stages)
     tOrO: cute.Tensor  # ((2, 2, tile_dv / 8), 1, 1), float32
@@ -223,7 +224,7 @@ class MmaOps:
     thread: Int32  # in the warpgroup
     warpgroup: Int32  # among the MMA warpgroups
     o: Operand  # ((heads per KV head, S), Dv, heads_kv, B)
-    sO: cute.Tensor  # (64, tile_dv) of this warpgroup
+    sO: cute.Tensor  # (64, tile_dv / o_parts) of this warpgroup
     mLSE: cute.Tensor  # (B, H, S)
 
     @property
@@ -256,7 +257,8 @@ class MmaOps:
         S = cute.make_rmem_tensor(((2, 2, self.config.tile_n // 8), 1, 1), Float32)
         for i in range(cute.size(S)):
             S[i] = numerics.undefined()
-        tSrQ = self.tSrQ[None, None, None, 0]  # one stage: a constant spares address arithmetic
+        # With one stage a constant spares address arithmetic.
+        tSrQ = self.tSrQ[None, None, None, q_slot.index if self.config.q_stages > 1 else 0]
         issue_mma(self.mma_qk, S, tSrQ, self.tSrK[None, None, None, k_slot.index], False)
         return S
 
@@ -387,14 +389,18 @@ class MmaOps:
     @cute.jit
     def _store_o(self, tile):
         """Registers -> shared memory -> TMA, this warpgroup's 64 rows only; rows past the sequence are clipped."""
+        out = cute.make_rmem_tensor(self.tOrO.layout, element(self.config))
+        out.store(self.tOrO.load().to(element(self.config)))
+        for part in cutlass.range_constexpr(self.config.o_parts):
+            self._store_part(tile, out, part)
+
+    @cute.jit
+    def _store_part(self, tile, out, part: cutlass.Constexpr):
         c = self.config
-        dtype = element(c)
-        out = cute.make_rmem_tensor(self.tOrO.layout, dtype)
-        out.store(self.tOrO.load().to(dtype))
-        one_warpgroup = cute.make_tiled_mma(cute.make_mma_atom(self.mma_pv.op), (1, 1, 1))
-        matrices = 4 if c.tile_dv % 16 == 0 else 2
-        store_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, matrices), dtype)
-        r2s = cute.make_tiled_copy_C(store_atom, one_warpgroup).get_slice(self.thread)
+        columns = c.tile_dv // c.o_parts
+        layout = cute.make_layout(((2, 2, columns // 8), 1, 1))
+        values = cute.make_tensor(out.iterator + part * cute.size(layout), layout)
+        r2s = self._store_copy(columns).get_slice(self.thread)
         storing_warp = cute.arch.make_warp_uniform(self.thread // 32) == 0
         barrier_id = BARRIER_STORE + self.warpgroup
         if cutlass.const_expr(c.o_borrows_q):
@@ -404,12 +410,12 @@ class MmaOps:
             if storing_warp:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last store has read sO
             cute.arch.barrier(barrier_id=barrier_id, number_of_threads=128)
-        cute.copy(r2s, r2s.retile(out), r2s.partition_D(self.sO))
+        cute.copy(r2s, r2s.retile(values), r2s.partition_D(self.sO))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=barrier_id, number_of_threads=128)
         if storing_warp:
-            rows = ((c.pack, MMA_ROWS // c.pack), c.tile_dv)
-            at = ((tile.group, tile.m_block * c.mma_warpgroups + self.warpgroup), 0)
+            rows = ((c.pack, MMA_ROWS // c.pack), columns)
+            at = ((tile.group, tile.m_block * c.mma_warpgroups + self.warpgroup), part)
             gO = cute.local_tile(self.o.tensor[None, None, tile.head_kv, tile.batch], rows, at)
             tOsO, tOgO = cpasync.tma_partition(
                 self.o.atom,
@@ -420,6 +426,17 @@ class MmaOps:
             )
             cute.copy(self.o.atom, tOsO, tOgO)
             cute.arch.cp_async_bulk_commit_group()
+
+    def _store_copy(self, columns):
+        """Tiled copy of (64, columns) from an accumulator's registers to shared memory."""
+        dtype = element(self.config)
+        one_warpgroup = hopper.make_trivial_tiled_mma(
+            dtype, dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, (1, 1, 1),
+            (MMA_ROWS, columns), warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+        matrices = 4 if columns % 16 == 0 else 2
+        store_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, matrices), dtype)
+        return cute.make_tiled_copy_C(store_atom, one_warpgroup)
 
     def wait_store(self):
         """Wait until this warp's stores have read their shared memory."""

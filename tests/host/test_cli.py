@@ -101,7 +101,7 @@ def test_describe_needs_no_dsl():
         "  negate   True",
         "  load --[q x1 tma->warps]--> mma",
         "of 65536",
-        "borrows q",
+        "  o_parts  2",
         "with barriers",
     ):
         assert fact in text, text
@@ -209,7 +209,7 @@ def test_demo():
     for fact in (
         "there is no CUDA GPU here",
         "sm90-fwd for sm_90a",
-        "load --[q x1 tma->warps]--> mma",
+        "load --[q x2 tma->warps]--> mma",
         "0 LDL, 0 STL",
         "no spills, ok",
         "Everything is as it should be.",
