@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 
 from flash4.demo import Check
-from flash4.interface import default_scale
+from flash4.interface import options_of
 from flash4.sim.explore import explore
 from flash4.sim.machine import Hazard, Machine, Step
 from flash4.sim.sm90_fwd import forward_machines
@@ -16,23 +16,26 @@ KINDS = ("wait", "arrive", "issue", "join", "read", "write")
 CELL = 26  # characters of a timeline's column
 
 
-def command(arguments, config, shapes) -> int:
+def command(arguments, config, shapes, keywords) -> int:
     """Simulate a call and print what happened; returns 1 if something is wrong.
 
     Args:
         arguments: of the command line.
         config: of the kernel.
         shapes: q, k and v without memory.
+        keywords: of ``flash_attn_func``, tensors without memory.
     """
     tensors = draw(shapes)
-    scale = arguments.softmax_scale
-    scale = default_scale(tensors[0]) if scale is None else scale
+    keywords = {k: draw([v])[0] if isinstance(v, torch.Tensor) else v for k, v in keywords.items()}
+    options = options_of(*tensors, **keywords)
+    if options.sink is not None:
+        options = options._replace(sink=options.sink.numpy())
     print(f"{arguments.kernel}: {config}\nseed {arguments.seed}, {arguments.ctas} CTAs", flush=True)
     arrays = [x.float().numpy() for x in tensors]
     start, machines, out = time.perf_counter(), [], None
     try:
         for machine, call in forward_machines(
-            config, arrays, scale, arguments.ctas, arguments.seed
+            config, arrays, options, arguments.ctas, arguments.seed
         ):
             machines.append(machine)
             machine.run()
@@ -40,7 +43,7 @@ def command(arguments, config, shapes) -> int:
     except Hazard as hazard:
         return _tell_hazard(machines, hazard, arguments.rows)
     print(f"\nhazards: none; {time.perf_counter() - start:.1f} s")
-    check = Check(*tensors, causal=config.causal, softmax_scale=scale)
+    check = Check(*tensors, **keywords)
     good = check.passes(torch.from_numpy(out), "against float64")
     print(f"\n{counts(machines)}\n\nthe first steps of CTA 0")
     print(timeline(machines[0], machines[0].trace[: arguments.rows]))
