@@ -10,7 +10,7 @@ import torch
 
 import flash4
 from flash4.dispatch import FORWARD_KERNELS, plan_forward
-from flash4.interface import default_scale
+from flash4.interface import options_of
 from flash4.problem import AttentionProblem
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -129,6 +129,12 @@ def _problem_options(batch=4, seqlen=4096, heads=16) -> argparse.ArgumentParser:
         )
     group.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
     group.add_argument("--causal", action="store_true", help="bottom-right causal mask")
+    for name, side in (("--window-left", "before"), ("--window-right", "after")):
+        text = f"keys {side} a query's own position that it sees; default: no limit"
+        group.add_argument(name, type=int, metavar="N", help=text)
+    text = "cap of scaled scores; default: none"
+    group.add_argument("--softcap", type=float, default=0.0, metavar="X", help=text)
+    group.add_argument("--sink", action="store_true", help="a learnable sink for each head")
     group.add_argument(
         "--softmax-scale", type=float, metavar="X", help="default: 1 / sqrt(head_dim)"
     )
@@ -161,6 +167,20 @@ def meta_tensors(arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tuple(torch.empty(shape, dtype=DTYPES[a.dtype], device="meta") for shape in shapes)
 
 
+def keywords(arguments) -> dict:
+    """Keywords of ``flash_attn_func`` for the call that the options describe; a sink is without memory."""
+    a = arguments
+    sink = torch.empty(a.heads, device="meta") if a.sink else None
+    return {
+        "softmax_scale": a.softmax_scale,
+        "causal": a.causal,
+        "window_size": (a.window_left, a.window_right),
+        "softcap": a.softcap,
+        "learnable_sink": sink,
+        "pack_gqa": a.pack_gqa,
+    }
+
+
 def demo(arguments) -> int:
     """``demo``."""
     from flash4 import demo as demonstration
@@ -170,28 +190,13 @@ def demo(arguments) -> int:
 
 def explain(arguments) -> int:
     """``explain``."""
-    plan = flash4.explain(
-        *meta_tensors(arguments),
-        arch=arguments.arch,
-        softmax_scale=arguments.softmax_scale,
-        causal=arguments.causal,
-        pack_gqa=arguments.pack_gqa,
-    )
-    print(plan)
+    print(flash4.explain(*meta_tensors(arguments), arch=arguments.arch, **keywords(arguments)))
     return 0
 
 
 def _problem(arguments) -> AttentionProblem:
-    q, k, v = meta_tensors(arguments)
-    scale = arguments.softmax_scale
-    return AttentionProblem.from_tensors(
-        q,
-        k,
-        v,
-        softmax_scale=default_scale(q) if scale is None else scale,
-        causal=arguments.causal,
-        pack_gqa=arguments.pack_gqa,
-    )
+    tensors = meta_tensors(arguments)
+    return AttentionProblem.of_call(*tensors, options_of(*tensors, **keywords(arguments)))
 
 
 def _configure(arguments):
@@ -272,7 +277,8 @@ def simulate(arguments) -> int:
     """``simulate``."""
     from flash4.sim import simulate as simulation
 
-    return simulation.command(arguments, _study(arguments), meta_tensors(arguments))
+    tensors = meta_tensors(arguments)
+    return simulation.command(arguments, _study(arguments), tensors, keywords(arguments))
 
 
 def time(arguments) -> int:

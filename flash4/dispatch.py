@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from flash4.common.geometry import KvBlocks
 from flash4.common.tiles import Grid, TileSchedule, grid_of
 from flash4.problem import AttentionProblem
 from flash4.sm90 import fwd_config as sm90_fwd
@@ -44,20 +45,18 @@ class Plan:
     rejected: tuple[tuple[str, str], ...] = ()
     copies: tuple[str, ...] = ()
 
-    def schedule(self, workers: int) -> TileSchedule:
-        """Tile schedule on a GPU with ``workers`` multiprocessors, as the kernel runs it."""
-        p = self.problem
+    def schedule(self, workers: int, left=None, right=None) -> TileSchedule:
+        """Tile schedule on a GPU with ``workers`` multiprocessors, as the kernel runs it; sides of the window."""
+        p, blocks = self.problem, self.config.blocks(left, right)
         workers = min(workers, self.grid.total)
-        return TileSchedule(
-            self.config.blocks, self.grid, self.section, 0, workers, p.seqlen_q, p.seqlen_k
-        )
+        return TileSchedule(blocks, self.grid, self.section, 0, workers, p.seqlen_q, p.seqlen_k)
 
     def __str__(self):
         p = self.problem
         lines = [
             f"{self.name} for {self.arch}: batch {p.batch}, queries {p.seqlen_q}, keys {p.seqlen_k}, "
             f"heads {p.heads_q}/{p.heads_kv}, head dim {p.head_dim}/{p.head_dim_v}, "
-            f"{str(p.dtype).removeprefix('torch.')}{', causal' if p.causal else ''}",
+            f"{str(p.dtype).removeprefix('torch.')}{''.join(f', {name}' for name in p.features)}",
             f"  {self.config}",
             f"  {self.grid.total} tiles of {self.config.tile_q} queries, {self.section} heads per section",
         ]
@@ -135,17 +134,20 @@ def choose_section(problem: AttentionProblem, config, grid: Grid, workers: int) 
     """Heads per section of the tile schedule: what L2 can hold, and of that what balances best.
 
     A section is cheap on memory if L2 holds its K and V, or if at least three workers at a time read the same head.
-    Without a mask all tiles cost the same, and a section of about one wave reads every K and V once.
+    Without a mask all tiles cost the same, and a section of about one wave reads every K and V once. So it is with a
+    window that limits the left side. Without that, one that limits the right side is taken for a causal mask: its size
+    is known at run time only.
     """
     if grid.total <= workers:
         return grid.head_count
-    if not problem.causal:
+    if problem.window_left or not (problem.causal or problem.window_right):
         return min(grid.head_count, max(MIN_SECTION, -(-workers // grid.m_blocks)))
     bytes_per_head = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // grid.groups
     largest = min(grid.head_count, max(1, workers // 3, L2_SECTION_BYTES // max(1, bytes_per_head)))
     if grid.total > MODELLED_TILES:
         return largest
     step = max(1, largest // MODELLED_SECTIONS)
-    schedule = TileSchedule(config.blocks, grid, 1, 0, workers, problem.seqlen_q, problem.seqlen_k)
+    blocks = KvBlocks(config.tile_q, config.tile_n, causal=True)
+    schedule = TileSchedule(blocks, grid, 1, 0, workers, problem.seqlen_q, problem.seqlen_k)
     candidates = range(largest, 0, -step)
     return min(candidates, key=lambda section: replace(schedule, section=section).imbalance())

@@ -8,14 +8,20 @@ import torch
 
 from flash4 import ops
 from flash4.dispatch import Plan
-from flash4.problem import check_scale, check_tensors
+from flash4.problem import (
+    MAX_WINDOW,
+    NO_LIMIT,
+    CallOptions,
+    check_scale,
+    check_sink,
+    check_softcap,
+    check_tensors,
+)
 
 __all__ = ["explain", "flash_attn_func"]
 
 # Keywords that are not built yet: accepted only with these values, which ask for nothing.
 _NEUTRAL = {
-    "softcap": (0.0, None),
-    "learnable_sink": (None,),
     "score_mod": (None,),
     "score_mod_bwd": (None,),
     "mask_mod": (None,),
@@ -28,7 +34,12 @@ _NEUTRAL = {
     "v_descale": (None,),
     "num_splits": (0, 1),
 }
-
+# Keywords that only a few values make sense for.
+_FLAGS = {
+    "causal": (True, False),
+    "pack_gqa": (None, True, False),
+    "deterministic": (None, True, False),
+}
 
 MULTIPROCESSORS = 132  # of an H100 or H200 SXM; what ``explain`` assumes without a GPU
 
@@ -38,10 +49,10 @@ def default_scale(q) -> float:
     return 1 / math.sqrt(q.shape[-1] or 1)
 
 
-def _refuse_unbuilt(**keywords):
+def _refuse_unbuilt(keywords: dict):
     """Raise NotImplementedError for the first keyword that asks for something that is not built yet."""
-    for name, value in keywords.items():
-        neutral = _NEUTRAL[name]
+    for name, neutral in _NEUTRAL.items():
+        value = keywords[name]
         if value is None and None in neutral:
             continue
         if not isinstance(value, (bool, int, float)) or value not in neutral:
@@ -50,27 +61,65 @@ def _refuse_unbuilt(**keywords):
             )
 
 
-def _window_causal(causal: bool, window_size) -> bool:
-    """Fold a window that asks for nothing more than ``causal`` into it.
+def _window(causal: bool, window_size) -> tuple[bool, int, int]:
+    """Fold ``causal`` and a window into one another: (causal, left, right) as in ``CallOptions``.
 
     Raises:
-        NotImplementedError: for a window that is limited in another way.
-        ValueError: not a pair of int or None.
+        ValueError: not a pair of int or None, or a side below -1.
     """
     if window_size == (None, None):
-        return bool(causal)
+        return causal, NO_LIMIT, NO_LIMIT
     try:
-        left, right = (side if side is None else operator.index(side) for side in window_size)
+        left, right = (NO_LIMIT if side is None else operator.index(side) for side in window_size)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"window_size must be a pair (left, right) of int or None, got {window_size!r}"
         ) from error
-    if left not in (None, -1) or right not in (None, -1, 0):
-        raise NotImplementedError(
-            f"flash4 does not support window_size={window_size!r} yet; "
-            "supported are (None, None) and (None, 0), which is causal"
+    if left < NO_LIMIT or right < NO_LIMIT:
+        raise ValueError(
+            f"sides of window_size are None or -1 for no limit, or at least 0, got {window_size!r}"
         )
-    return bool(causal) or right == 0
+    causal = causal or right == 0
+    left, right = (NO_LIMIT if side >= MAX_WINDOW else side for side in (left, right))
+    return causal, left, NO_LIMIT if causal else right
+
+
+def _softcap(value) -> float:
+    """The cap as a float; None is none.
+
+    Raises:
+        TypeError: not a Python number.
+    """
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"softcap must be a Python number, got {value!r}")
+    return float(value)
+
+
+def _options(q, k, v, keywords: dict) -> CallOptions:
+    """What a call's keywords ask for; checks them, and what q, k and v are.
+
+    Raises:
+        NotImplementedError: one of them is not built yet.
+        TypeError: a value of the wrong type.
+        ValueError: a value that is not supported.
+    """
+    for name, allowed in _FLAGS.items():
+        _check_flag(name, keywords[name], allowed)
+    causal, left, right = _window(keywords["causal"], keywords["window_size"])
+    _refuse_unbuilt(keywords)
+    check_tensors(q, k, v)
+    scale = keywords["softmax_scale"]
+    scale = default_scale(q) if scale is None else float(scale)
+    check_scale(scale)
+    sink = keywords["learnable_sink"]
+    if sink is not None:
+        check_sink(sink, q)
+    softcap = _softcap(keywords["softcap"])
+    options = CallOptions(scale, causal, keywords["pack_gqa"], left, right, softcap, sink)
+    check_softcap(options)
+    return options
 
 
 def _overlaps(shape, strides) -> bool:
@@ -139,15 +188,22 @@ def _check_out_memory(out, q, k, v):
         raise ValueError(f"out cannot be written in place: {obstacle}")
 
 
-def _forward_into(out, q, k, v, scale, causal, pack_gqa):
-    """Forward into a caller's buffer; returns the LSE."""
+def _forward_into(out, q, k, v, options: CallOptions):
+    """Forward into a caller's buffer; returns the LSE.
+
+    Raises:
+        ValueError: a gradient is asked for, or the buffer does not fit.
+    """
+    inputs = (q, k, v) if options.sink is None else (q, k, v, options.sink)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        raise ValueError("out= is not differentiable; call it under torch.no_grad()")
     _check_out(out, q, v)
     if torch.compiler.is_compiling():  # a graph has no use for the buffer before its end
-        result, lse = ops.forward(q, k, v, scale, causal, pack_gqa)
+        result, lse = ops.forward(q, k, v, *options)
         out.copy_(result)
         return lse
     _check_out_memory(out, q, k, v)
-    lse = ops.run_forward(q, k, v, out, scale, causal, pack_gqa)
+    lse = ops.run_forward(q, k, v, out, options)
     torch.autograd.graph.increment_version(out)
     return lse
 
@@ -180,8 +236,9 @@ def flash_attn_func(
 ):
     """Exact attention, out = softmax(softmax_scale * q k^T) v, in one kernel (FlashAttention, arXiv:2205.14135).
 
-    Query head h attends with KV head ``h // (heads_q / heads_kv)``. Queries are aligned bottom-right: with ``causal``,
-    query i sees keys j <= i + seqlen_k - seqlen_q. A query that sees no key gives exactly 0, and -inf in lse.
+    Query head h attends with KV head ``h // (heads_q / heads_kv)``. Queries are aligned bottom-right: query i has the
+    position p = i + seqlen_k - seqlen_q among the keys, and sees keys j <= p with ``causal``, and p - left <= j <= p +
+    right with ``window_size``. A query that sees no key gives exactly 0, and -inf in lse (its head's sink, if any).
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), float16 or bfloat16, on a Hopper GPU. Any strides; a copy is made only
@@ -191,10 +248,11 @@ def flash_attn_func(
         softmax_scale: 0, or 1e-38 to 1e30 of either sign; default 1 / sqrt(head_dim). Scaled scores up to 1e6 in
             magnitude keep float32's accuracy.
         causal: mask keys after the query's own position.
-        window_size: (left, right) keys around the query's own position, inclusive; None or -1 is no limit. Only the
-            unlimited window and (None, 0), which is causal, are supported yet.
-        softcap: not supported yet.
-        learnable_sink: not supported yet.
+        window_size: (left, right) keys before and after the query's own position that it sees beside that; None or -1
+            is no limit. Blocks of keys outside the window cost nothing. (None, 0) is causal.
+        softcap: cap of scaled scores, softcap * tanh(softmax_scale * q k^T / softcap); 0 is none, else 1e-38 to 1e30.
+        learnable_sink: (heads_q,) logits, float32 or 16 bit (converted to float32): each adds exp(sink) to the softmax
+            denominators of its head, and nothing to out. They are not scaled.
         score_mod: not supported yet.
         score_mod_bwd: not supported yet.
         mask_mod: not supported yet.
@@ -220,13 +278,14 @@ def flash_attn_func(
         ValueError: sizes or devices that do not fit; the message says what is allowed.
         NotImplementedError: a keyword or GPU that is not supported yet; the message names it.
     """
-    _check_flag("causal", causal, (True, False))
-    _check_flag("pack_gqa", pack_gqa, (None, True, False))
-    _check_flag("deterministic", deterministic, (None, True, False))
-    causal = _window_causal(causal, window_size)
-    _refuse_unbuilt(
+    keywords = dict(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
         softcap=softcap,
         learnable_sink=learnable_sink,
+        deterministic=deterministic,
+        pack_gqa=pack_gqa,
         score_mod=score_mod,
         score_mod_bwd=score_mod_bwd,
         mask_mod=mask_mod,
@@ -239,23 +298,23 @@ def flash_attn_func(
         v_descale=v_descale,
         num_splits=num_splits,
     )
-    check_tensors(q, k, v)
+    options = _options(q, k, v, keywords)
     if not q.is_cuda:
         raise ValueError(
             f"q, k and v must be on a CUDA device, got {q.device}; flash4.reference runs anywhere"
         )
-    if softmax_scale is None:
-        scale = default_scale(q)
-    else:
-        scale = float(softmax_scale)
-        check_scale(scale)
     if out is None:
-        out, lse = ops.forward(q, k, v, scale, causal, pack_gqa)
+        out, lse = ops.forward(q, k, v, *options)
     else:
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-            raise ValueError("out= is not differentiable; call it under torch.no_grad()")
-        lse = _forward_into(out, q, k, v, scale, causal, pack_gqa)
+        lse = _forward_into(out, q, k, v, options)
     return (out, lse) if return_lse else out
+
+
+def options_of(q, k, v, **keywords) -> CallOptions:
+    """Checked options of a call of ``flash_attn_func`` with these keywords."""
+    bound = inspect.signature(flash_attn_func).bind(q, k, v, **keywords)
+    bound.apply_defaults()
+    return _options(q, k, v, bound.arguments)
 
 
 def explain(q, k, v, *, arch=None, **keywords) -> Plan:
@@ -276,26 +335,9 @@ def explain(q, k, v, *, arch=None, **keywords) -> Plan:
         ValueError: as in ``flash_attn_func``, or an empty problem, which needs no kernel.
         NotImplementedError: as in ``flash_attn_func``.
     """
-    bound = inspect.signature(flash_attn_func).bind(q, k, v, **keywords)
-    bound.apply_defaults()
-    arguments = bound.arguments
-    _refuse_unbuilt(**{name: arguments[name] for name in _NEUTRAL})
-    _check_flag("causal", arguments["causal"], (True, False))
-    _check_flag("pack_gqa", arguments["pack_gqa"], (None, True, False))
-    _check_flag("deterministic", arguments["deterministic"], (None, True, False))
-    check_tensors(q, k, v)
+    options = options_of(q, k, v, **keywords)
     if q.is_cuda and arch is None:
         arch, workers = ops.device_facts(q.device.index)
     else:
         arch, workers = arch or "sm_90a", MULTIPROCESSORS
-    scale = arguments["softmax_scale"]
-    return ops.plan_call(
-        q,
-        k,
-        v,
-        arch,
-        workers,
-        softmax_scale=default_scale(q) if scale is None else float(scale),
-        causal=_window_causal(arguments["causal"], arguments["window_size"]),
-        pack_gqa=arguments["pack_gqa"],
-    )
+    return ops.plan_call(q, k, v, options, arch, workers)

@@ -7,7 +7,7 @@ import torch
 
 from flash4.dispatch import Plan, architecture, plan_forward
 from flash4.jit.cache import CACHE
-from flash4.problem import AttentionProblem, check_sizes, check_tensors, positive_scale
+from flash4.problem import AttentionProblem, CallOptions, check_call, positive_scale
 
 ALIGNMENT = 16  # bytes; of addresses and strides that TMA takes
 MAX_LAUNCHES = 8_192
@@ -21,11 +21,15 @@ class Launch:
         function: compiled kernel.
         section: heads per section of the tile schedule.
         workers: multiprocessors.
+        numbers: names of the numbers that the kernel takes.
+        tensors: names of the tensors that it takes beyond those of every call.
     """
 
     function: object
     section: int
     workers: int
+    numbers: tuple[str, ...]
+    tensors: tuple[str, ...]
 
 
 @functools.cache
@@ -89,47 +93,68 @@ def empty_output(q, head_dim_v: int):
 _launches: dict[tuple, Launch | None] = {}
 
 
-def _launch_for(
-    q, k, v, softmax_scale: float, causal: bool, pack_gqa: bool | None
-) -> Launch | None:
+def _launch_for(q, k, v, options: CallOptions) -> Launch | None:
     """Look a call up; None for an empty problem. Validation and planning run once per key."""
     key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
-    key += (causal, softmax_scale < 0, pack_gqa)
+    key += options.flags
     try:
         return _launches[key]
     except KeyError:
         pass
-    facts = {"softmax_scale": softmax_scale, "causal": causal, "pack_gqa": pack_gqa}
-    problem = AttentionProblem.from_tensors(q, k, v, **facts)
+    problem = AttentionProblem.of_call(q, k, v, options)
     launch = None
     if not problem.is_empty:
         arch, workers = device_facts(q.device.index)
         plan = plan_forward(problem, arch, workers)
         with torch.cuda.device(q.device):
             function = CACHE.get(plan.kernel, plan.config, plan.arch)
-        launch = Launch(function, plan.section, workers)
+        config = plan.config
+        launch = Launch(function, plan.section, workers, config.numbers, config.optional_tensors)
     if len(_launches) >= MAX_LAUNCHES:
         _launches.clear()
     _launches[key] = launch
     return launch
 
 
-def run_forward(q, k, v, out, softmax_scale: float, causal: bool, pack_gqa: bool | None):
+def _numbers(names: tuple[str, ...], options: CallOptions, scale: float) -> tuple:
+    """Values of the numbers that a kernel takes; ``scale`` is positive."""
+    if names == ("scale",):
+        return (scale,)
+    cap = options.softcap
+    values = {
+        "scale": cap or scale,
+        "cap_scale": scale / cap if cap else None,
+        "left": options.window_left,
+        "right": options.window_right,
+    }
+    return tuple(values[name] for name in names)
+
+
+def _optional_tensor(name: str, options: CallOptions):
+    """What a kernel takes by this name: a tensor of the type and layout that it was compiled for."""
+    return getattr(options, name).detach().to(torch.float32).contiguous()
+
+
+def run_forward(q, k, v, out, options: CallOptions):
     """Write attention into ``out`` and return the log-sum-exp; shapes as in ``flash_attn_func``."""
-    launch = _launch_for(q, k, v, softmax_scale, causal, pack_gqa)
+    launch = _launch_for(q, k, v, options)
     batch, seqlen, heads, _ = q.shape
     lse = torch.empty((batch, heads, seqlen), dtype=torch.float32, device=q.device)
     if launch is None:
         out.zero_()
         lse.fill_(float("-inf"))
+        if options.sink is not None:
+            lse.copy_(options.sink.detach()[None, :, None])
         return lse
-    q, scale = positive_scale(q, softmax_scale)
+    q, scale = positive_scale(q, options.softmax_scale)
     tensors = (addressable(q), addressable(k), addressable(v), addressable_out(out), lse)
+    tensors += tuple(_optional_tensor(name, options) for name in launch.tensors)
+    numbers = _numbers(launch.numbers, options, scale)
     if q.device.index == torch.cuda.current_device():
-        launch.function(tensors, scale, launch.section, launch.workers)
+        launch.function(tensors, numbers, launch.section, launch.workers)
     else:
         with torch.cuda.device(q.device):
-            launch.function(tensors, scale, launch.section, launch.workers)
+            launch.function(tensors, numbers, launch.section, launch.workers)
     return lse
 
 
@@ -139,32 +164,34 @@ def addressable_out(out):
     return out if strides is None else out.as_strided(out.shape, strides)
 
 
-def plan_call(q, k, v, arch: str, workers: int, **facts) -> Plan:
+def plan_call(q, k, v, options: CallOptions, arch: str, workers: int) -> Plan:
     """Plan of a call, with the copies that its tensors need."""
-    problem = AttentionProblem.from_tensors(q, k, v, **facts)
+    problem = AttentionProblem.of_call(q, k, v, options)
     plan = plan_forward(problem, arch, workers)
     copies = [(name, layout_obstacle(x)) for name, x in (("q", q), ("k", k), ("v", v))]
-    if facts["softmax_scale"] == 0:
+    if options.softmax_scale == 0:
         copies[0] = ("q", "a scale of 0 runs as zeroed queries")
+    if options.sink is not None and options.sink.dtype != torch.float32:
+        copies.append(("learnable_sink", "the kernel takes float32"))
     return replace(plan, copies=tuple(f"{name}: {why}" for name, why in copies if why is not None))
 
 
 torch.library.define(
     "flash4::forward",
-    "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, bool? pack_gqa) -> (Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal=False, bool? pack_gqa=None, "
+    "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, Tensor? sink=None) -> (Tensor, Tensor)",
 )
 
 
 @torch.library.impl("flash4::forward", "CUDA")
-def _forward(q, k, v, softmax_scale, causal, pack_gqa):
+def _forward(q, k, v, *options):
     out = empty_output(q, v.shape[-1])
-    return out, run_forward(q, k, v, out, softmax_scale, causal, pack_gqa)
+    return out, run_forward(q, k, v, out, CallOptions(*options))
 
 
 @torch.library.register_fake("flash4::forward")
-def _forward_fake(q, k, v, softmax_scale, causal, pack_gqa):
-    check_tensors(q, k, v)
-    check_sizes(q, k, v)
+def _forward_fake(q, k, v, *options):
+    check_call(q, k, v, CallOptions(*options))
     batch, seqlen, heads, _ = q.shape
     return empty_output(q, v.shape[-1]), q.new_empty((batch, heads, seqlen), dtype=torch.float32)
 

@@ -1,6 +1,7 @@
 """The facts of one attention call, and the checks that every call must pass before anything is launched."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -9,6 +10,45 @@ HEAD_DIM_STEP = 8  # 16 bytes: the granularity of TMA and of cp.async
 MAX_HEAD_DIM = 256
 MAX_SCALE = 1e30
 MIN_SCALE = 1e-38  # times log2 e it is still a normal float32
+NO_LIMIT = -1  # a side of a window
+MAX_WINDOW = 2**30  # sums of two such numbers fit int32; a side of at least this is no limit
+MAX_SEQLEN = 2**30 - 1
+
+
+class CallOptions(NamedTuple):
+    """What a call says besides q, k and v; ``torch.ops.flash4.forward`` takes the fields in this order.
+
+    Attributes:
+        softmax_scale: factor of a score.
+        causal: bottom-right causal mask.
+        pack_gqa: as in the public functions.
+        window_left: keys before a query's own position that it sees; -1 is no limit.
+        window_right: keys after it, at least 1; -1 is no limit, or ``causal``.
+        softcap: scores are capped to this; 0 is no cap.
+        sink: (heads_q,) logits that add to the denominator, or None.
+    """
+
+    softmax_scale: float
+    causal: bool = False
+    pack_gqa: bool | None = None
+    window_left: int = NO_LIMIT
+    window_right: int = NO_LIMIT
+    softcap: float = 0.0
+    sink: torch.Tensor | None = None
+
+    @property
+    def flags(self) -> tuple:
+        """What of them decides about the kernel, as plain values."""
+        sink = self.sink
+        return (
+            self.causal,
+            self.softmax_scale < 0,
+            self.pack_gqa,
+            self.window_left >= 0,
+            self.window_right >= 0,
+            self.softcap != 0,
+            None if sink is None else (sink.shape, sink.dtype, sink.device),
+        )
 
 
 @dataclass(frozen=True)
@@ -27,6 +67,10 @@ class AttentionProblem:
         causal: bottom-right causal mask.
         negative_scale: the softmax scale is below zero.
         pack_gqa: the caller's choice whether query heads that share a KV head share tiles; None leaves it to flash4.
+        window_left: a window limits the keys before a query's own position.
+        window_right: a window limits the keys after it, and lets some through (none is ``causal``).
+        softcap: scores are capped.
+        sink: each query head has a logit that adds to the softmax denominator.
     """
 
     dtype: torch.dtype
@@ -40,6 +84,10 @@ class AttentionProblem:
     causal: bool = False
     negative_scale: bool = False
     pack_gqa: bool | None = None
+    window_left: bool = False
+    window_right: bool = False
+    softcap: bool = False
+    sink: bool = False
 
     @property
     def gqa_ratio(self) -> int:
@@ -52,32 +100,43 @@ class AttentionProblem:
         return 0 in (self.batch, self.seqlen_q, self.seqlen_k, self.heads_q)
 
     @property
+    def features(self) -> tuple[str, ...]:
+        """Names of what modifies or masks scores."""
+        given = {
+            "causal": self.causal,
+            "window at the left": self.window_left,
+            "window at the right": self.window_right,
+            "softcap": self.softcap,
+            "sink": self.sink,
+        }
+        return tuple(name for name, present in given.items() if present)
+
+    @property
     def flops(self) -> int:
-        """Floating-point operations of the forward, halved for causal."""
+        """Floating-point operations of the forward, halved for causal; windows are not counted off."""
         pairs = self.batch * self.heads_q * self.seqlen_q * self.seqlen_k
         return 2 * pairs * (self.head_dim + self.head_dim_v) // (2 if self.causal else 1)
 
     @classmethod
-    def from_tensors(
-        cls, q, k, v, *, softmax_scale: float, causal: bool, pack_gqa: bool | None = None
-    ):
-        """Check q, k and v of a dense call and return its facts.
+    def from_tensors(cls, q, k, v, **options):
+        """Check a dense call and return its facts.
 
         Args:
             q: (batch, seqlen_q, heads_q, head_dim), float16 or bfloat16.
             k: (batch, seqlen_k, heads_kv, head_dim).
             v: (batch, seqlen_k, heads_kv, head_dim_v).
-            softmax_scale: finite.
-            causal: bottom-right causal mask.
-            pack_gqa: see the class.
+            options: fields of ``CallOptions``.
 
         Raises:
             TypeError: not tensors, or a dtype that is not supported.
             ValueError: ranks, sizes, devices or the scale do not fit; the message says what is allowed.
         """
-        check_tensors(q, k, v)
-        check_sizes(q, k, v)
-        check_scale(softmax_scale)
+        return cls.of_call(q, k, v, CallOptions(**options))
+
+    @classmethod
+    def of_call(cls, q, k, v, options: CallOptions):
+        """As ``from_tensors``."""
+        check_call(q, k, v, options)
         return cls(
             dtype=q.dtype,
             batch=q.shape[0],
@@ -87,10 +146,24 @@ class AttentionProblem:
             heads_kv=k.shape[2],
             head_dim=q.shape[3],
             head_dim_v=v.shape[3],
-            causal=causal,
-            negative_scale=softmax_scale < 0,
-            pack_gqa=pack_gqa,
+            causal=options.causal,
+            negative_scale=options.softmax_scale < 0,
+            pack_gqa=options.pack_gqa,
+            window_left=options.window_left >= 0,
+            window_right=options.window_right >= 0,
+            softcap=options.softcap != 0,
+            sink=options.sink is not None,
         )
+
+
+def check_call(q, k, v, options: CallOptions):
+    """Check everything about a call; see the checks for what they raise."""
+    check_tensors(q, k, v)
+    check_sizes(q, k, v)
+    check_scale(options.softmax_scale)
+    check_softcap(options)
+    if options.sink is not None:
+        check_sink(options.sink, q)
 
 
 def check_tensors(q, k, v):
@@ -135,6 +208,45 @@ def check_scale(softmax_scale: float):
         )
 
 
+def check_softcap(options: CallOptions):
+    """Check the cap, and that the factor of a score within it is one that float32 can hold.
+
+    Raises:
+        ValueError: not finite, negative, or too far from the softmax scale.
+    """
+    cap, scale = options.softcap, abs(options.softmax_scale)
+    if cap == 0:
+        return
+    if not MIN_SCALE <= cap <= MAX_SCALE:  # NaN fails too
+        raise ValueError(f"softcap is {cap}; supported are 0 (none) and {MIN_SCALE} to {MAX_SCALE}")
+    if scale != 0 and not MIN_SCALE <= scale / cap <= MAX_SCALE:
+        raise ValueError(
+            f"softmax_scale / softcap is {scale / cap} in magnitude; supported are {MIN_SCALE} to {MAX_SCALE}"
+        )
+
+
+def check_sink(sink, q):
+    """Check the logits of a learnable sink.
+
+    Raises:
+        TypeError: not a tensor, or a dtype other than float32, float16 and bfloat16.
+        ValueError: not one for each query head, or on another device.
+    """
+    if not isinstance(sink, torch.Tensor):
+        raise TypeError(f"learnable_sink must be a torch.Tensor, got {type(sink).__name__}")
+    if sink.dtype not in (torch.float32, *DTYPES):
+        raise TypeError(
+            f"learnable_sink is {sink.dtype}; supported are torch.float32, torch.float16 and torch.bfloat16"
+        )
+    heads = q.shape[-2]
+    if sink.ndim != 1 or sink.shape[0] != heads:
+        raise ValueError(
+            f"learnable_sink must be ({heads},), one for each query head, got {tuple(sink.shape)}"
+        )
+    if sink.device != q.device:
+        raise ValueError(f"learnable_sink must be on {q.device} as q, got {sink.device}")
+
+
 def positive_scale(q, softmax_scale: float):
     """Return (q, scale) with a positive scale; a sign is the kernel's to apply.
 
@@ -164,6 +276,9 @@ def check_sizes(q, k, v):
         raise ValueError(
             f"query heads must be a multiple of KV heads, got {heads_q} query heads and {heads_kv} KV heads"
         )
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[1] > MAX_SEQLEN:
+            raise ValueError(f"seqlen of {name} is {x.shape[1]}; supported are up to {MAX_SEQLEN}")
     check_head_dim("head_dim of q and k", q.shape[3])
     check_head_dim("head_dim of v", v.shape[3])
 

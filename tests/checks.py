@@ -124,23 +124,26 @@ def assert_forward_close(
         out.detach(), expected, native, "out", noise=noise.out, zero_rows=zero_rows
     )
     if lse is not None:
-        atol = 2e-5 + _float32_lse_error(q, k, options.softmax_scale)
+        atol = 2e-5 + _float32_lse_error(q, k, options)
         assert_lse_close(lse.detach(), expected_lse, atol=atol)
 
 
-def _float32_lse_error(q: Tensor, k: Tensor, softmax_scale: float | None) -> Tensor | float:
+def _float32_lse_error(q: Tensor, k: Tensor, options: reference.AttentionOptions) -> Tensor | float:
     """Half an ulp of what float32 sums up for each row's LSE, whatever the LSE itself comes to.
 
     A score is a sum of head_dim terms that may cancel: its error goes by their size, |q| |k| at
     most (Cauchy-Schwarz), not by its own. The row sum runs over blocks of at least 64 keys, and may
-    lose half an ulp in each.
+    lose half an ulp in each. A cap costs a tanh, with a relative error of 8 ulps.
     """
     if not (q.numel() and k.numel()):
         return 0.0
     rows = q.double().norm(dim=-1).transpose(-1, -2)  # laid out as the LSE
     keys = k.double().norm(dim=-1).nan_to_num(0.0, 0.0, 0.0).max()
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else abs(softmax_scale)
-    return 2.0**-24 * (scale * rows * keys + k.shape[-3] / 64)
+    given = options.softmax_scale
+    scale = q.shape[-1] ** -0.5 if given is None else abs(given)
+    scores = scale * rows * keys
+    tanh = 16 * scores.clamp(max=options.softcap) if options.softcap else 0.0
+    return 2.0**-24 * (scores + tanh + k.shape[-3] / 64)
 
 
 def assert_gradients_close(

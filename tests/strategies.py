@@ -20,6 +20,14 @@ MAX_SCORES = 64 * 2**20
 
 TILES = (64, 80, 112, 128, 192, 256)
 HEAD_DIMS = (64, 128, 96, 192, 256)
+FEATURES = ("window", "softcap", "sink")
+FEATURE_HEAD_DIMS = (
+    (64, 64, torch.bfloat16),
+    (128, 128, torch.bfloat16),
+    (40, 64, torch.float16),
+    (192, 128, torch.bfloat16),
+    (256, 256, torch.float16),
+)
 RATIOS = (1, 2, 3, 4, 5, 7, 8, 16)
 LAYOUTS = (
     "contiguous",  # (batch, seqlen, heads, head_dim)
@@ -51,6 +59,9 @@ class Problem:
         pack_gqa: as in the public functions.
         layouts: of q, k and v; see `LAYOUTS`.
         value_scale: standard deviation of q, k and v.
+        window_size: as in the public functions.
+        softcap: as in the public functions.
+        sink: mean of the learnable sinks; None is none.
     """
 
     dtype: torch.dtype = torch.float16
@@ -66,6 +77,9 @@ class Problem:
     pack_gqa: bool | None = None
     layouts: tuple[str, str, str] = ("contiguous",) * 3
     value_scale: float = 1.0
+    window_size: tuple[int | None, int | None] = (None, None)
+    softcap: float = 0.0
+    sink: float | None = None
 
     def __str__(self) -> str:
         given = (
@@ -85,13 +99,22 @@ class Problem:
         """Query-key pairs, masked ones included, over all heads and sequences."""
         return self.batch * self.heads * self.seqlen_q * self.seqlen_k
 
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """Keyword arguments of `flash_attn_func`."""
+    def keywords(self, device: torch.device | str = "cpu") -> dict[str, Any]:
+        """Build the keyword arguments of `flash_attn_func`; always the same for a problem."""
+        sink = None
+        if self.sink is not None:
+            generator = torch.Generator().manual_seed(self.heads)
+            sink = self.sink + 2 * torch.randn(self.heads, generator=generator)
+            if self.heads > 2:
+                sink[0] = -torch.inf  # as if that head had none
+            sink = sink.to(device)
         return {
             "causal": self.causal,
             "softmax_scale": self.softmax_scale,
             "pack_gqa": self.pack_gqa,
+            "window_size": self.window_size,
+            "softcap": self.softcap,
+            "learnable_sink": sink,
         }
 
     def tensors(
@@ -179,7 +202,43 @@ def random_problems(
 
 
 def _choose_problem(choose: Choose, max_seqlen: int, max_scores: int) -> Problem:
-    """Draw a problem by choices alone; each lists its simplest option first, for shrinking."""
+    """Draw a problem by choices alone; each lists its simplest option first, for shrinking.
+
+    Half of them are plain, of any head dims; the others have features in pairs, and few head dims, so that the number
+    of kernels stays bounded.
+    """
+    plain = _choose_plain_problem(choose, max_seqlen, max_scores)
+    return plain if choose((True, False)) else _add_features(choose, plain)
+
+
+def _add_features(choose: Choose, problem: Problem) -> Problem:
+    names = {choose(FEATURES), choose(FEATURES)}
+    head_dim, head_dim_v, dtype = choose(FEATURE_HEAD_DIMS)
+    # Packed by choice of the library only, and by one ratio, for the same reason.
+    changes = dict(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, pack_gqa=None)
+    changes["ratio"] = 1 if problem.ratio in (1, 2) else min(problem.ratio, 4)
+    if problem.softmax_scale is not None and problem.softmax_scale < 0:
+        changes["softmax_scale"] = None
+    if "window" in names:
+        changes["window_size"] = _choose_window(choose, problem)
+    if "softcap" in names:
+        # Far below the scores, about as large, far above them.
+        changes["softcap"] = choose((5.0, 1.0, 30.0, 0.1, 1e4))
+    if "sink" in names:
+        changes["sink"] = choose((0.0, 4.0, -40.0, 40.0))
+    return dataclasses.replace(problem, **changes)
+
+
+def _choose_window(choose: Choose, problem: Problem) -> tuple[int | None, int | None]:
+    longest = max(problem.seqlen_q, problem.seqlen_k)
+    sizes = (0, 1, 7, 63, 64, 100, 128, 200, longest, *range(1, longest + 1, 1 + longest // 50))
+    left, right = choose(sizes), choose(sizes)
+    if problem.causal:
+        return (left, None)
+    return choose(((left, right), (left, None), (None, right), (left, 0)))
+
+
+def _choose_plain_problem(choose: Choose, max_seqlen: int, max_scores: int) -> Problem:
     seqlen_q = _choose_seqlen(choose, max_seqlen)
     seqlen_k = seqlen_q if choose((True, False, False)) else _choose_seqlen(choose, max_seqlen)
     # Lengths keep their tile edges, so that heads and batch give way to the bound.

@@ -5,6 +5,8 @@ Every function here is *dual-mode*: undecorated, branch-free integer arithmetic 
 are resolved while tracing.
 
 Queries are aligned bottom-right: query ``i`` of ``seqlen_q`` sits at key position ``i + seqlen_k - seqlen_q``.
+
+Lengths and sides of a window are below 2^30, so that their sums fit 32 bits.
 """
 
 from dataclasses import dataclass
@@ -56,17 +58,40 @@ class KvBlocks:
         tile_q: queries per tile (rows of the tile / packed heads).
         tile_n: keys per block.
         causal: query ``i`` sees keys up to ``i + seqlen_k - seqlen_q`` inclusive.
+        left: keys before its own position that a query sees; None is no limit. A run-time value.
+        right: keys after its own position that a query sees; None is no limit, or ``causal``. A run-time value.
     """
 
     tile_q: int
     tile_n: int
     causal: bool
+    left: object = None
+    right: object = None
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether some queries may see fewer than all keys up to the last; static."""
+        return self.causal or self.right is not None
+
+    @property
+    def begins_late(self) -> bool:
+        """Whether some queries may not see the first keys; static."""
+        return self.left is not None
 
     def key_end(self, query, seqlen_q, seqlen_k):
         """One past the last key that ``query`` may see; at most 0 means no key."""
-        if not self.causal:
+        if not self.ends_early:
             return seqlen_k
-        return imin(seqlen_k, query + 1 + seqlen_k - seqlen_q)
+        reach = query + 1 + seqlen_k - seqlen_q
+        if self.right is not None:
+            reach = reach + self.right
+        return imin(seqlen_k, reach)
+
+    def key_begin(self, query, seqlen_q, seqlen_k):
+        """First key that ``query`` may see."""
+        if not self.begins_late:
+            return 0
+        return imax(query + seqlen_k - seqlen_q - self.left, 0)
 
     def until(self, query, seqlen_q, seqlen_k):
         """Blocks [0, until) hold every key that queries up to ``query`` see; at least one block.
@@ -76,10 +101,21 @@ class KvBlocks:
         """
         return ceil_div(imax(self.key_end(query, seqlen_q, seqlen_k), 1), self.tile_n)
 
+    def first(self, m_block, seqlen_q, seqlen_k):
+        """First block that a tile visits."""
+        return self.key_begin(m_block * self.tile_q, seqlen_q, seqlen_k) // self.tile_n
+
     def count(self, m_block, seqlen_q, seqlen_k):
-        """Blocks that a tile visits: [0, count)."""
-        return self.until((m_block + 1) * self.tile_q - 1, seqlen_q, seqlen_k)
+        """Number of blocks that a tile visits, from ``first`` on; at least one."""
+        end = self.until((m_block + 1) * self.tile_q - 1, seqlen_q, seqlen_k)
+        if not self.begins_late:
+            return end
+        return imax(end - self.first(m_block, seqlen_q, seqlen_k), 1)
 
     def unmasked(self, query, seqlen_q, seqlen_k):
-        """Blocks [0, unmasked) are visible in full to ``query`` and all queries after it."""
+        """Blocks before this one end before any key that ``query``, or one after it, may not see at its right."""
         return imax(self.key_end(query, seqlen_q, seqlen_k), 0) // self.tile_n
+
+    def unmasked_from(self, query, seqlen_q, seqlen_k):
+        """Blocks from this one on hold no key that ``query``, or one before it, may not see at its left."""
+        return ceil_div(self.key_begin(query, seqlen_q, seqlen_k), self.tile_n)

@@ -7,6 +7,8 @@ from cutlass.cutlass_dsl import T
 
 from flash4.common.dsl import inline_ptx
 
+TANH_SERIES = (-17 / 315, 2 / 15, -1 / 3)  # of x^7, x^5, x^3; up to 1/4 the next term is 3e-7 of x
+TANH_SERIES_END = 0.25
 LN2 = 0.6931471805599453
 LOG2E = 1.4426950408889634
 RESCALE_THRESHOLD_LOG2 = (
@@ -53,6 +55,19 @@ def max_float(values):
     for i, x in enumerate(values[4:]):
         lanes[i % 4] = cute.arch.fmax(lanes[i % 4], x)
     return cute.arch.fmax(cute.arch.fmax(lanes[0], lanes[1]), cute.arch.fmax(lanes[2], lanes[3]))
+
+
+def tanh(x):
+    """Hyperbolic tangent to a relative error of about 1e-6 everywhere; the hardware's own has 5e-4.
+
+    1 - 2 / (exp(2 x) + 1) loses its digits near 0, where the series takes over.
+    """
+    square, factor = x * x, Float32(0.0)
+    for coefficient in TANH_SERIES:
+        factor = (factor + coefficient) * square
+    e = cute.math.exp2(x * (2 * LOG2E), fastmath=True)
+    far = 1.0 - 2.0 * cute.arch.rcp_approx(e + 1.0)
+    return cutlass.select_(square < TANH_SERIES_END**2, x + x * factor, far)
 
 
 @cute.jit

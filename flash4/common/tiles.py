@@ -23,6 +23,7 @@ class Tile:
         head_kv: KV head.
         batch: batch entry.
         n_blocks: KV blocks to visit, counted down from ``n_blocks - 1``.
+        first_block: block of the sequence that the last of them, number 0, is.
     """
 
     index: object
@@ -32,6 +33,7 @@ class Tile:
     head_kv: object
     batch: object
     n_blocks: object
+    first_block: object
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class TileSchedule:
     next.
 
     Attributes:
-        blocks: visiting rule of KV blocks; static.
+        blocks: visiting rule of KV blocks; static but for the sides of a window.
         grid: extent of the work.
         section: heads per section.
         start: this worker, 0 <= start < step.
@@ -88,13 +90,22 @@ class TileSchedule:
     seqlen_q: object
     seqlen_k: object
 
+    def lengths(self, tile):
+        """(queries, keys) of a tile's sequence."""
+        return self.seqlen_q, self.seqlen_k
+
+    @property
+    def descends(self) -> bool:
+        """Whether later query tiles see more keys, so that they come first; static."""
+        return self.blocks.ends_early
+
     def first(self):
         """Return the worker's first tile."""
         return self.at(self.start)
 
     def next(self, tile):
         """Return the worker's tile in the wave after that of ``tile``."""
-        if not self.blocks.causal:
+        if not self.descends:
             return self.at(tile.index + self.step)
         wave = tile.index // self.step + 1
         backwards = wave % 2
@@ -110,7 +121,7 @@ class TileSchedule:
         heads = imax(imin(self.section, grid.head_count - section * self.section), 1)
         m_block = within // heads
         head = section * self.section + within - m_block * heads
-        if self.blocks.causal:
+        if self.descends:
             m_block = grid.m_blocks - 1 - m_block
         head_of_all = head // grid.groups
         batch = head_of_all // grid.heads_kv
@@ -122,6 +133,7 @@ class TileSchedule:
             head_kv=head_of_all - batch * grid.heads_kv,
             batch=batch,
             n_blocks=self.blocks.count(m_block, self.seqlen_q, self.seqlen_k),
+            first_block=self.blocks.first(m_block, self.seqlen_q, self.seqlen_k),
         )
 
     def workers(self):
@@ -146,14 +158,14 @@ class TileSchedule:
         section = index // (self.section * grid.m_blocks)
         heads = np.minimum(self.section, grid.head_count - section * self.section)
         m_block = (index - section * self.section * grid.m_blocks) // heads
-        if self.blocks.causal:
+        if self.descends:
             m_block = grid.m_blocks - 1 - m_block
         counts = [
             self.blocks.count(m, self.seqlen_q, self.seqlen_k) + 1 for m in range(grid.m_blocks)
         ]
         cost = np.array(counts)[m_block]
         wave, worker = index // self.step, index % self.step
-        if self.blocks.causal:
+        if self.descends:
             worker = np.where(wave % 2 == 1, self.step - 1 - worker, worker)
         loads = np.bincount(worker, weights=cost, minlength=self.step)
         return float(loads.max() * self.step / loads.sum())

@@ -11,7 +11,7 @@ import torch
 
 from flash4.common.tiles import grid_of
 from flash4.demo import Check
-from flash4.interface import default_scale
+from flash4.interface import options_of
 from flash4.sim import draw as pictures
 from flash4.sim.chips import H200
 from flash4.sim.explore import explore
@@ -99,24 +99,27 @@ def _parse(config, setting: str) -> dict[str, object]:
     return {name: int(text)}
 
 
-def command(arguments, what: Study, shapes) -> int:
+def command(arguments, what: Study, shapes, keywords) -> int:
     """Simulate a call and print what happened; returns 1 if something is wrong.
 
     Args:
         arguments: of the command line.
         what: kernel to run.
         shapes: q, k and v without memory.
+        keywords: of ``flash_attn_func``, tensors without memory.
     """
     tensors, config = draw(shapes), what.plan.config
-    scale = arguments.softmax_scale
-    scale = default_scale(tensors[0]) if scale is None else scale
+    keywords = {k: draw([v])[0] if isinstance(v, torch.Tensor) else v for k, v in keywords.items()}
+    options = options_of(*tensors, **keywords)
+    if options.sink is not None:
+        options = options._replace(sink=options.sink.numpy())
     _say_what(arguments, what)
     print(f"seed {arguments.seed}, {arguments.ctas} CTAs", flush=True)
     arrays = [x.float().numpy() for x in tensors]
     start, machines, out = time.perf_counter(), [], None
     try:
         for machine, call in forward_machines(
-            config, arrays, scale, arguments.ctas, arguments.seed, what.variation
+            config, arrays, options, arguments.ctas, arguments.seed, what.variation
         ):
             machines.append(machine)
             machine.run()
@@ -124,7 +127,7 @@ def command(arguments, what: Study, shapes) -> int:
     except Hazard as hazard:
         return _tell_hazard(machines, hazard, arguments.rows)
     print(f"\nhazards: none; {time.perf_counter() - start:.1f} s")
-    check = Check(*tensors, causal=config.causal, softmax_scale=scale)
+    check = Check(*tensors, **keywords)
     good = check.passes(torch.from_numpy(out), "against float64")
     print(f"\n{counts(machines)}\n\nthe first steps of CTA 0")
     print(timeline(machines[0], machines[0].trace[: arguments.rows]))
@@ -150,7 +153,8 @@ def _say_what(arguments, what: Study):
 
 
 def _show_time(arguments, what: Study):
-    timing = time_forward(what.plan, H200, what.variation.roles)
+    window = arguments.window_left, arguments.window_right
+    timing = time_forward(what.plan, H200, what.variation.roles, window=window)
     print(timing)
     spans = timing.machine.spans
     begin, end = arguments.cycles or (0, min(timing.cycles, SHOWN_CYCLES))

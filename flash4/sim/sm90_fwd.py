@@ -13,7 +13,7 @@ from flash4.common.geometry import ceil_div
 from flash4.common.graph import WARPGROUP
 from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
 from flash4.common.tiles import Grid, TileSchedule
-from flash4.problem import positive_scale
+from flash4.problem import CallOptions, positive_scale
 from flash4.sim.barriers import NamedBarrier
 from flash4.sim.limits import check_graph
 from flash4.sim.machine import Machine
@@ -53,8 +53,23 @@ class Call:
     v: np.ndarray
     out: np.ndarray
     lse: np.ndarray
-    scale_log2: np.float32
+    options: CallOptions
     tiles: TileSchedule
+
+    @property
+    def scale(self) -> np.float32:
+        """Factor of a score, positive; within the cap, if there is one."""
+        scale = abs(self.options.softmax_scale) or 1.0
+        return np.float32(scale / (self.options.softcap or 1.0))
+
+    @property
+    def scale_log2(self) -> np.float32:
+        """Factor of what the softmax takes, in log2 units: a score, or the tanh of a scaled score."""
+        return (
+            np.float32(self.options.softcap * LOG2E)
+            if self.config.softcap
+            else np.float32(self.scale * LOG2E)
+        )
 
     def places(self, tile, rows: range):
         """(queries, heads, whether they exist) of rows of a tile."""
@@ -88,7 +103,8 @@ class LoadOps:
 
     def _load(self, x, width, tile, n_block, slot):
         tile_n = self._call.config.tile_n
-        rows = x[tile.batch, n_block * tile_n : (n_block + 1) * tile_n, tile.head_kv]
+        first_key = (tile.first_block + n_block) * tile_n
+        rows = x[tile.batch, first_key : first_key + tile_n, tile.head_kv]
         self._fill(slot, (tile_n, width), slice(len(rows)), rows)
 
     def _fill(self, slot, shape, where, rows):
@@ -107,16 +123,15 @@ class MmaOps:
         self._sO, self._q_read, self._queue = o, q_read, MmaQueue(machine, self._name)
         self._stores = machine.lane(f"stores of {self._name}", ordered=True)
         self._p = Fragment(machine, f"P of {self._name}", (MMA_ROWS, call.config.tile_n))
-        self._lengths = call.tiles.seqlen_q, call.tiles.seqlen_k
         self.o_borrows_q = call.config.o_borrows_q
 
     def unseen_blocks(self, tile):
         """Blocks, counted from the tile's last, that this warpgroup skips."""
-        return self._config.unseen_blocks(tile, self._group, *self._lengths)
+        return self._config.unseen_blocks(tile, self._group, self._call.tiles)
 
     def phases(self, tile):
-        """Blocks after this warpgroup's first, which is always masked: those with a mask, then the others."""
-        return self._config.phases(tile, self._group, *self._lengths)
+        """Blocks after this warpgroup's first, which is always masked; see ``ForwardConfig.phases``."""
+        return self._config.phases(tile, self._group, self._call.tiles)
 
     def begin(self, tile):
         """O = 0, shift = -inf, l = 0."""
@@ -150,10 +165,17 @@ class MmaOps:
         c, scale, s = self._config, self._call.scale_log2, s.values
         if c.negate:
             np.negative(s, out=s)
+        if c.softcap:
+            s[:] = np.tanh(s * self._call.scale)
         if masked:
+            blocks, lengths = self._call.tiles.blocks, self._call.tiles.lengths(tile)
             queries = self._call.places(tile, self._rows)[0].tolist()
-            ends = [c.blocks.key_end(query, *self._lengths) for query in queries]
-            s[n_block * c.tile_n + np.arange(c.tile_n) >= np.array(ends)[:, None]] = -np.inf
+            keys = (tile.first_block + n_block) * c.tile_n + np.arange(c.tile_n)
+            begins, ends = (
+                np.array([edge(query, *lengths) for query in queries])[:, None]
+                for edge in (blocks.key_begin, blocks.key_end)
+            )
+            s[(keys < begins) | (keys >= ends)] = -np.inf
         outgrown = (s.max(1) > self._limit) | np.signbit(self._limit)
         move = np.repeat(outgrown.reshape(-1, WARP_ROWS).any(1), WARP_ROWS)
         old = self._shift
@@ -175,9 +197,16 @@ class MmaOps:
     def store(self, tile):
         """O / l and LSE = ln 2 (shift + log2 l); a row without keys gives 0 and -inf."""
         call, empty = self._call, self._total == 0
-        lse = np.where(empty, -np.inf, (self._shift + np.log2(self._total)) * np.float32(LN2))
-        o = np.where(empty[:, None], 0, self._o.values / self._total[:, None])
         query, head, exists = call.places(tile, self._rows)
+        shift, total, shrink = self._shift, self._total, np.float32(1)
+        if call.config.sink:
+            sink_log2 = call.options.sink[head % len(call.options.sink)] * np.float32(LOG2E)
+            shift = np.maximum(self._shift, sink_log2)
+            finite = np.where(shift == -np.inf, 0, shift)
+            shrink = np.exp2(self._shift - finite)
+            total = total * shrink + np.exp2(sink_log2 - finite)
+        lse = np.where(total == 0, -np.inf, (shift + np.log2(total)) * np.float32(LN2))
+        o = np.where(empty[:, None], 0, self._o.values * (shrink / total)[:, None])
         call.lse[tile.batch, head[exists], query[exists]] = lse[exists]
         o = round_to_16_bit(o, self._config.bf16)
         places = tile.batch, query[exists], head[exists]
@@ -218,16 +247,16 @@ class Variation:
 
 
 def simulate_forward(
-    config: ForwardConfig, q, k, v, softmax_scale: float, workers=2, seed=0, variation=None
+    config: ForwardConfig, q, k, v, options: CallOptions | float, workers=2, seed=0, variation=None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Run the kernel's roles on every tile of a problem.
 
     Args:
-        config: of the kernel; its ``causal`` and ``negate`` are part of the problem.
+        config: of the kernel; its flags are part of the problem.
         q: (batch, seqlen_q, heads, head_dim), float32 holding 16-bit values.
         k: (batch, seqlen_k, heads_kv, head_dim).
         v: (batch, seqlen_k, heads_kv, head_dim_v).
-        softmax_scale: of the sign that ``config.negate`` says.
+        options: as the config's flags say, tensors as NumPy arrays; a number is the softmax scale of a call without.
         workers: CTAs that share the tiles.
         seed: decides whatever the schedule leaves open, and the heads per section.
         variation: a ``Variation``; the kernel itself by default.
@@ -239,29 +268,29 @@ def simulate_forward(
         Hazard: the schedule deadlocks or breaks a rule of the hardware.
     """
     out = lse = None
-    for machine, call in forward_machines(
-        config, (q, k, v), softmax_scale, workers, seed, variation
-    ):
+    for machine, call in forward_machines(config, (q, k, v), options, workers, seed, variation):
         machine.run()
         out, lse = call.out, call.lse
     return out, lse
 
 
-def forward_machines(config, tensors, softmax_scale, workers, seed, variation=None):
+def forward_machines(config, tensors, options, workers, seed, variation=None):
     """Yield the machine and the call of every CTA, ready to run; arguments as of ``simulate_forward``."""
     (q, k, v), variation = tensors, variation or Variation()
+    options = options if isinstance(options, CallOptions) else CallOptions(options)
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, head_dim_v) = q.shape, v.shape
     groups = ceil_div(heads // heads_kv, config.pack)
     grid = Grid(ceil_div(seqlen_q, config.tile_q), groups, heads_kv, batch)
     workers, section = min(workers, grid.total), 1 + seed % grid.head_count
     out = np.full((batch, seqlen_q, heads, head_dim_v), np.nan, np.float32)
     lse = np.full((batch, heads, seqlen_q), np.nan, np.float32)
-    q, scale = positive_scale(q, softmax_scale)
-    scale_log2 = np.float32(scale * LOG2E)
+    q, _ = positive_scale(q, options.softmax_scale)
+    sides = (side if side >= 0 else None for side in (options.window_left, options.window_right))
+    blocks = config.blocks(*sides)
     check_graph(config.graph, SMEM_LIMIT)
     for worker in range(workers):
-        tiles = TileSchedule(config.blocks, grid, section, worker, workers, seqlen_q, seqlen_k)
-        call = Call(config, q, k, v, out, lse, scale_log2, tiles)
+        tiles = TileSchedule(blocks, grid, section, worker, workers, seqlen_q, seqlen_k)
+        call = Call(config, q, k, v, out, lse, options, tiles)
         machine = Machine(seed + worker, variation.strict)
         _fill_cta(machine, call, variation)
         yield machine, call

@@ -106,7 +106,7 @@ class MmaOps:
 
     def __init__(self, machine, config: ForwardConfig, group: int, tiles, q_read):
         self._machine, self._config, self._group = machine, config, group
-        self._lengths = tiles.seqlen_q, tiles.seqlen_k
+        self._tiles = tiles
         self._mma = machine.lane(f"the tensor core for mma[{group}]", True)
         self._stores = machine.lane(f"stores of mma[{group}]", True)
         self._q_read = q_read
@@ -125,7 +125,8 @@ class MmaOps:
         third = per_step(0, (0, 0))
         self._max = ops(chip, "row maximum", alu=elements / 2, other=third, stall=30)
         self._exp = ops(chip, "exponentials", fma=2 * elements, mufu=elements, stall=30)
-        self._mask = ops(chip, "mask", alu=2 * elements, other=(10, 0))
+        self._mask = ops(chip, "mask", alu=(3 if config.left else 2) * elements, other=(10, 0))
+        self._cap = ops(chip, "tanh", fma=elements, mufu=elements) if config.softcap else None
         self._exact = ops(
             chip, "exact maximum", alu=elements + 4, fma=4, mufu=2, other=third, stall=120
         )
@@ -136,11 +137,11 @@ class MmaOps:
 
     def unseen_blocks(self, tile):
         """Blocks that this warpgroup skips."""
-        return self._config.unseen_blocks(tile, self._group, *self._lengths)
+        return self._config.unseen_blocks(tile, self._group, self._tiles)
 
     def phases(self, tile):
         """Masked blocks, then the others."""
-        return self._config.phases(tile, self._group, *self._lengths)
+        return self._config.phases(tile, self._group, self._tiles)
 
     def begin(self, tile):
         """Tile decoding, and O = 0."""
@@ -162,13 +163,18 @@ class MmaOps:
 
     def softmax_first(self, tile, n_block, s):
         """The first block: masked where it must be, and an exact maximum."""
-        if self._config.causal:
+        c = self._config
+        if c.softcap:
+            self._machine.spend(self._cap)
+        if c.causal or c.left or c.right:
             self._machine.spend(self._mask)
         self._machine.spend(self._exact)
         self._machine.spend(self._exp)
 
     def softmax(self, tile, n_block, s, masked):
         """Check the maximum, exponentials; with random data the shift does not move after the first block."""
+        if self._config.softcap:
+            self._machine.spend(self._cap)
         if masked:
             self._machine.spend(self._mask)
         self._machine.spend(self._max)
@@ -210,17 +216,20 @@ def busiest(tiles: TileSchedule) -> int:
     return int(np.argmax([sum(t.n_blocks + 1 for t in mine) for mine in tiles.workers()]))
 
 
-def time_forward(plan, chip: Chip, roles=ForwardRoles, latest=float("inf")) -> Timing:
+def time_forward(
+    plan, chip: Chip, roles=ForwardRoles, latest=float("inf"), window=(None, None)
+) -> Timing:
     """Run the worker with the most to do under the clock.
 
     Args:
         plan: of the call.
         chip: rates.
+        window: its sides, where the config has them.
         roles: class of the role functions.
         latest: cycle after which no spans are kept.
     """
     problem, config = plan.problem, plan.config
-    schedule = plan.schedule(min(chip.sms, plan.grid.total))
+    schedule = plan.schedule(chip.sms, *window)
     machine = ClockedMachine(chip, latest)
     _fill_cta(machine, config, replace(schedule, start=busiest(schedule)), roles)
     machine.run()

@@ -13,6 +13,8 @@ Steady state, per KV block (counted down from the last):
 Config and graph are in ``fwd_config``, the schedule in ``fwd_roles``, its verbs in ``fwd_ops``.
 """
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
@@ -45,6 +47,18 @@ def packed_view(x, heads_kv):
 def permuted_view(x, order):
     """View with the modes of x in another order."""
     return cute.make_tensor(x.iterator, cute.select(x.layout, mode=order))
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """What crosses the launch besides operands and grid; None where the config has no such feature."""
+
+    lse: cute.Tensor  # (B, H, Sq), float32
+    scale_log2: Float32  # factor of a score, or of the tanh that caps it
+    cap_scale: object  # factor of a score within the tanh, Float32
+    left: object  # sides of the window, Int32
+    right: object
+    sink: object  # (H,), float32
 
 
 class ForwardSm90:
@@ -86,21 +100,28 @@ class ForwardSm90:
             tensor(batch, seqlen_q, heads, head_dim_v),
             lse,
         )
+        optional = {
+            "sink": cute.runtime.make_fake_tensor(Float32, (heads,), stride=(1,), assumed_align=4)
+        }
+        tensors += tuple(optional[name] for name in self.config.optional_tensors)
+        types = {"scale": Float32, "cap_scale": Float32, "left": Int32, "right": Int32}
+        numbers = tuple(types[name](1) for name in self.config.numbers)
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-        return (tensors, Float32(1.0), Int32(1), Int32(1), stream)
+        return (tensors, numbers, Int32(1), Int32(1), stream)
 
     @cute.jit
     def __call__(
         self,
-        tensors,  # q (B, Sq, H, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv), o (B, Sq, H, Dv), lse (B, H, Sq) float32
-        scale: Float32,
+        tensors,  # q (B, Sq, H, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv), o (B, Sq, H, Dv), lse (B, H, Sq) float32, ...
+        numbers: tuple,  # Float32 or Int32, named by the config
         section: Int32,
         workers: Int32,
         stream,
     ):
         """Build layouts and TMA descriptors, and launch."""
         c = self.config
-        q, k, v, o, lse = tensors
+        q, k, v, o, lse, *optional = tensors
+        optional = dict(zip(c.optional_tensors, optional, strict=True))
         heads_kv = k.shape[2]
         mma_qk, mma_pv = self._tiled_mmas()
         layouts = self._smem_layouts()
@@ -125,8 +146,17 @@ class ForwardSm90:
             heads_kv=heads_kv,
             batch=q.shape[0],
         )
+        numbers = dict(zip(c.numbers, numbers, strict=True))
+        run_time = RunTime(
+            lse=lse,
+            scale_log2=numbers["scale"] * LOG2E,
+            cap_scale=numbers.get("cap_scale"),
+            left=numbers.get("left"),
+            right=numbers.get("right"),
+            sink=optional.get("sink"),
+        )
         self.kernel(
-            (mma_qk, mma_pv), operands, lse, scale * LOG2E, grid, section, (q.shape[1], k.shape[1])
+            (mma_qk, mma_pv), operands, run_time, grid, section, (q.shape[1], k.shape[1])
         ).launch(
             grid=(cutlass.min(grid.total, workers), 1, 1),
             block=(self.graph.threads, 1, 1),
@@ -172,8 +202,7 @@ class ForwardSm90:
         self,
         mmas: tuple,
         operands: tuple,
-        lse: cute.Tensor,
-        scale_log2: Float32,
+        run_time: RunTime,
         grid: Grid,
         section: Int32,
         seqlens: tuple,
@@ -198,7 +227,8 @@ class ForwardSm90:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        tiles = TileSchedule(c.blocks, grid, section, worker, workers, *seqlens)
+        blocks = c.blocks(run_time.left, run_time.right)
+        tiles = TileSchedule(blocks, grid, section, worker, workers, *seqlens)
         load, mma = self.graph.role("load"), self.graph.role("mma")
         if group == 0:
             cute.arch.setmaxregister_decrease(load.registers)
@@ -210,7 +240,7 @@ class ForwardSm90:
             mine = group - mma.warpgroups.start
             smem_tensors = (sQ, sK, sV, sO[None, None, mine])
             ops = self._mma_ops(
-                mmas, smem_tensors, operands[3], lse, tiles, scale_log2, (thread % WARPGROUP, mine)
+                mmas, smem_tensors, operands[3], run_time, tiles, (thread % WARPGROUP, mine)
             )
             turn = Turn(mine, c.mma_warpgroups, c.turns and c.mma_warpgroups > 1)
             self.roles.mma(ops, tiles, q_consumer, k_consumer, v_consumer, turn)
@@ -244,7 +274,7 @@ class ForwardSm90:
             defer_sync=True,
         ).make_participants()
 
-    def _mma_ops(self, mmas, smem_tensors, o, lse, tiles, scale_log2, place):
+    def _mma_ops(self, mmas, smem_tensors, o, run_time, tiles, place):
         """Partition the operands for one warpgroup; allocate its accumulators and row state."""
         c = self.config
         mma_qk, mma_pv = mmas
@@ -263,11 +293,13 @@ class ForwardSm90:
             tOrP=cute.make_rmem_tensor(((2, 2, 2), 1, c.tile_n // 16), element(c)),
             state=make_row_state(),
             tiles=tiles,
-            scale_log2=scale_log2,
-            inv_scale_log2=cute.arch.rcp_approx(scale_log2),
+            cap_scale=run_time.cap_scale,
+            scale_log2=run_time.scale_log2,
+            inv_scale_log2=cute.arch.rcp_approx(run_time.scale_log2),
             thread=thread,
             warpgroup=warpgroup_index,
             o=o,
             sO=sO,
-            mLSE=lse,
+            mLSE=run_time.lse,
+            mSink=run_time.sink,
         )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from flash4.common.geometry import KvBlocks, Phase, imax
+from flash4.common.geometry import KvBlocks, Phase, imax, imin
 from flash4.common.graph import Buffer, PipelineGraph, Ring, Role
 
 SMEM_LIMIT = 232_448  # bytes of shared memory that one sm_90 CTA can have (227 KiB)
@@ -37,6 +37,10 @@ class ForwardConfig:
         skip: a warpgroup passes over the blocks that none of its own 64 rows sees (causal, blocks shorter than the
             tile). Warpgroups then run different numbers of blocks, which taking turns forbids.
         settle: exponentials (of 64) that must be computed before the wait for P V; steers ptxas.
+        left: a window limits the keys before a query's own position; its side is a run-time value.
+        right: a window limits the keys after it, and lets some through (none is ``causal``).
+        softcap: scores are capped: cap * tanh(scale * score / cap), with the cap a run-time value.
+        sink: each query head has a logit that adds to the denominator only.
     """
 
     bf16: bool
@@ -53,6 +57,10 @@ class ForwardConfig:
     settle: int = 12
     q_stages: int = 1
     o_parts: int = 1
+    left: bool = False
+    right: bool = False
+    softcap: bool = False
+    sink: bool = False
 
     def __post_init__(self):
         if self.tile_m % MMA_ROWS or not 1 <= self.mma_warpgroups <= 4:
@@ -69,9 +77,11 @@ class ForwardConfig:
             )
         if self.pack not in PACKS:
             raise ValueError(f"pack is {self.pack}; supported are {PACKS}")
-        if self.skip and (self.turns or not self.causal):
+        if self.causal and self.right:
+            raise ValueError("causal and right exclude each other: causal is a right side of 0")
+        if self.skip and (self.turns or not (self.causal or self.right)):
             raise ValueError(
-                "skip needs causal=True, and turns=False: warpgroups run different numbers of blocks"
+                "skip needs causal or right, and turns=False: warpgroups run different numbers of blocks"
             )
 
     @property
@@ -84,31 +94,62 @@ class ForwardConfig:
         """Queries per tile."""
         return self.tile_m // self.pack
 
+    def blocks(self, left=None, right=None) -> KvBlocks:
+        """Which KV blocks a tile visits; the sides of the window are those that the config says there are."""
+        if (left is not None, right is not None) != (self.left, self.right):
+            raise ValueError(f"window ({left}, {right}) for {self}")
+        return KvBlocks(self.tile_q, self.tile_n, self.causal, left, right)
+
     @property
-    def blocks(self) -> KvBlocks:
-        """Which KV blocks a tile visits."""
-        return KvBlocks(self.tile_q, self.tile_n, self.causal)
+    def numbers(self) -> tuple[str, ...]:
+        """Numbers that the launch takes, in order.
+
+        ``scale`` is the factor of a score, or the cap; ``cap_scale`` the factor of a score within the cap.
+        """
+        given = {"cap_scale": self.softcap, "left": self.left, "right": self.right}
+        return ("scale", *(name for name, present in given.items() if present))
+
+    @property
+    def optional_tensors(self) -> tuple[str, ...]:
+        """Tensors that the launch takes after q, k, v, out and lse, in order."""
+        given = {"sink": self.sink}
+        return tuple(name for name, present in given.items() if present)
 
     def first_query(self, tile, warpgroup):
         """First query of a warpgroup's rows; dual-mode, as the next two."""
         return tile.m_block * self.tile_q + warpgroup * (MMA_ROWS // self.pack)
 
-    def unseen_blocks(self, tile, warpgroup, seqlen_q, seqlen_k):
+    def unseen_blocks(self, tile, warpgroup, tiles):
         """Blocks, counted from the tile's last, that the warpgroup skips: none of its rows sees them."""
         if not self.skip:
             return 0
         last_query = self.first_query(tile, warpgroup) + MMA_ROWS // self.pack - 1
-        return tile.n_blocks - self.blocks.until(last_query, seqlen_q, seqlen_k)
+        end = tile.first_block + tile.n_blocks
+        return end - tiles.blocks.until(last_query, *tiles.lengths(tile))
 
-    def phases(self, tile, warpgroup, seqlen_q, seqlen_k) -> tuple[Phase, ...]:
-        """Blocks after the warpgroup's first (which is always masked): those with a mask, then the others."""
-        first = self.unseen_blocks(tile, warpgroup, seqlen_q, seqlen_k) + 1
-        if not self.causal:
-            return (Phase(first, tile.n_blocks, False),)
-        query = self.first_query(tile, warpgroup if self.skip else 0)
-        unmasked = self.blocks.unmasked(query, seqlen_q, seqlen_k)
-        cut = imax(tile.n_blocks - unmasked, first)
-        return (Phase(first, cut, True), Phase(cut, tile.n_blocks, False))
+    def phases(self, tile, warpgroup, tiles) -> tuple[Phase, ...]:
+        """Blocks after the warpgroup's first (which is always masked).
+
+        Those with a mask at their right come first, then those without, then those with a mask at their left.
+        """
+        blocks, lengths = tiles.blocks, tiles.lengths(tile)
+        begin = self.unseen_blocks(tile, warpgroup, tiles) + 1
+        if not (self.left or blocks.ends_early):
+            return (Phase(begin, tile.n_blocks, False),)
+        end, found = tile.first_block + tile.n_blocks, []
+        if blocks.ends_early:
+            query = self.first_query(tile, warpgroup if self.skip else 0)
+            cut = imax(end - blocks.unmasked(query, *lengths), begin)
+            if self.left:
+                cut = imin(cut, tile.n_blocks)
+            found.append(Phase(begin, cut, True))
+            begin = cut
+        if not self.left:
+            return (*found, Phase(begin, tile.n_blocks, False))
+        last = warpgroup if self.skip else self.mma_warpgroups - 1
+        query = self.first_query(tile, last) + MMA_ROWS // self.pack - 1
+        cut = imin(imax(end - blocks.unmasked_from(query, *lengths), begin), tile.n_blocks)
+        return (*found, Phase(begin, cut, False), Phase(cut, tile.n_blocks, True))
 
     @property
     def q_bytes(self) -> int:
@@ -193,6 +234,10 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
         causal=problem.causal,
         pack=pack,
         negate=problem.negative_scale,
+        left=problem.window_left,
+        right=problem.window_right,
+        softcap=problem.softcap,
+        sink=problem.sink,
         **tile,
     )
     config, why_memory = spend_memory(config)
@@ -230,7 +275,7 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
     """
     if max(tile_d, tile_dv) == 64:
         tile = {"tile_m": 256, "tile_n": 64, "stages": 4, "settle": 0}
-        if problem.causal:
+        if problem.causal or problem.window_right:
             why = "head dims up to 64: warpgroups skip blocks past their own rows"
             return {**tile, "skip": True}, why
         return {**tile, "turns": True}, "head dims up to 64: four warpgroups, short blocks"

@@ -13,7 +13,7 @@ from cutlass import BFloat16, Float16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flash4.common import numerics
-from flash4.common.numerics import LN2, RESCALE_THRESHOLD_LOG2
+from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
 from flash4.sm90.fwd_config import MMA_ROWS, ForwardConfig
 
 # Named barriers; 0 is __syncthreads.
@@ -95,18 +95,22 @@ class LoadOps:
         tma_load(self.q.atom, gQ, self.sQ, slot)
 
     def load_k(self, tile, n_block, slot):
-        """Fill a K slot with block ``n_block``."""
+        """Fill a K slot with block ``n_block`` of those that the tile visits."""
         c = self.config
         gK = cute.local_tile(
-            self.k.tensor[None, None, tile.head_kv, tile.batch], (c.tile_n, c.tile_d), (n_block, 0)
+            self.k.tensor[None, None, tile.head_kv, tile.batch],
+            (c.tile_n, c.tile_d),
+            (tile.first_block + n_block, 0),
         )
         tma_load(self.k.atom, gK, self.sK, slot)
 
     def load_v(self, tile, n_block, slot):
-        """Fill a V slot with block ``n_block``."""
+        """Fill a V slot with block ``n_block`` of those that the tile visits."""
         c = self.config
         gV = cute.local_tile(
-            self.v.tensor[None, None, tile.head_kv, tile.batch], (c.tile_dv, c.tile_n), (0, n_block)
+            self.v.tensor[None, None, tile.head_kv, tile.batch],
+            (c.tile_dv, c.tile_n),
+            (0, tile.first_block + n_block),
         )
         tma_load(self.v.atom, gV, self.sV, slot)
 
@@ -183,6 +187,17 @@ def move_shift(state, r, row_max, scale_log2, inv_scale_log2):
     state.total[r] = state.total[r] * state.correction[r]
 
 
+def with_sink(shift_log2, total, sink):
+    """(LSE, factor of O) of a row whose denominator has exp(sink) too, however far that is from exp2(shift)."""
+    sink_log2 = sink * LOG2E
+    new = cute.arch.fmax(shift_log2, sink_log2)
+    finite = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
+    shrink = cute.math.exp2(shift_log2 - finite, fastmath=True)
+    total = total * shrink + cute.math.exp2(sink_log2 - finite, fastmath=True)
+    lse = (new + cute.math.log2(total, fastmath=True)) * LN2
+    return lse, shrink * cute.arch.rcp_approx(total)
+
+
 def move_shifts(S, state, scale_log2, inv_scale_log2):
     """Exact row maxima over the four threads that share a row, then ``move_shift``."""
     for r in range(2):
@@ -219,6 +234,7 @@ class MmaOps:
     tOrP: cute.Tensor  # ((2, 2, 2), 1, tile_n / 16), 16 bit
     state: RowState
     tiles: object
+    cap_scale: object  # factor of a score within the cap, Float32; None without a cap
     scale_log2: Float32
     inv_scale_log2: Float32
     thread: Int32  # in the warpgroup
@@ -226,6 +242,7 @@ class MmaOps:
     o: Operand  # ((heads per KV head, S), Dv, heads_kv, B)
     sO: cute.Tensor  # (64, tile_dv / o_parts) of this warpgroup
     mLSE: cute.Tensor  # (B, H, S)
+    mSink: object  # (H,) float32, or None
 
     @property
     def o_borrows_q(self):
@@ -234,13 +251,11 @@ class MmaOps:
 
     def unseen_blocks(self, tile):
         """Blocks, counted from the tile's last, that this warpgroup skips."""
-        tiles = self.tiles
-        return self.config.unseen_blocks(tile, self.warpgroup, tiles.seqlen_q, tiles.seqlen_k)
+        return self.config.unseen_blocks(tile, self.warpgroup, self.tiles)
 
     def phases(self, tile):
-        """Blocks after this warpgroup's first, which is always masked: those with a mask, then the others."""
-        tiles = self.tiles
-        return self.config.phases(tile, self.warpgroup, tiles.seqlen_q, tiles.seqlen_k)
+        """Blocks after this warpgroup's first, which is always masked; see ``ForwardConfig.phases``."""
+        return self.config.phases(tile, self.warpgroup, self.tiles)
 
     def begin(self, tile):
         """O = 0, shift = -inf, l = 0."""
@@ -277,24 +292,34 @@ class MmaOps:
         return self.warpgroup * MMA_ROWS + self.thread // 32 * 16 + self.thread % 32 // 4 + 8 * r
 
     def _mask(self, tile, n_block, S):
-        """Set scores at or past the row's last visible key to -inf."""
-        c, tiles = self.config, self.tiles
+        """Set scores before the row's first and past its last visible key to -inf."""
+        c, blocks, lengths = self.config, self.tiles.blocks, self.tiles.lengths(tile)
         for r in range(2):
             query = tile.m_block * c.tile_q + self._query_row(r) // c.pack
-            end = c.blocks.key_end(query, tiles.seqlen_q, tiles.seqlen_k)
+            end = blocks.key_end(query, *lengths)
+            first_column = (tile.first_block + n_block) * c.tile_n
             visible = (
-                end - n_block * c.tile_n - 2 * (self.thread % 4)
+                end - first_column - 2 * (self.thread % 4)
             )  # columns of this thread: 8 j + {0, 1}
+            hidden = blocks.key_begin(query, *lengths) - first_column - 2 * (self.thread % 4)
             for j in range(c.tile_n // 4):
                 column = Int32(8 * (j // 2) + j % 2)
-                S[r, j] = cutlass.select_(column < visible, S[r, j], -Float32.inf)
+                seen = column < visible
+                if c.left:
+                    seen = seen & (column >= hidden)
+                S[r, j] = cutlass.select_(seen, S[r, j], -Float32.inf)
 
     def _prepare(self, tile, n_block, S, masked):
-        """Negate for a negative scale, then mask."""
-        if self.config.negate:
+        """Negate for a negative scale, cap, then mask."""
+        c = self.config
+        if c.softcap:
+            factor = -self.cap_scale if c.negate else self.cap_scale
+            for i in range(cute.size(S)):
+                S[i] = numerics.tanh(S[i] * factor)
+        elif c.negate:
             for i in range(cute.size(S)):
                 S[i] = -S[i]
-        if masked and self.config.causal:
+        if masked and (c.causal or c.left or c.right):
             self._mask(tile, n_block, S)
         elif masked:
             self._mask_tail(tile, n_block, S)
@@ -302,7 +327,7 @@ class MmaOps:
     @cute.jit
     def _mask_tail(self, tile, n_block, S: cute.Tensor):
         """Mask only if the block reaches past the keys: without a causal mask most last blocks do not."""
-        if (n_block + 1) * self.config.tile_n > self.tiles.seqlen_k:
+        if (n_block + 1) * self.config.tile_n > self.tiles.lengths(tile)[1]:
             self._mask(tile, n_block, S)
 
     def softmax_first(self, tile, n_block, s):
@@ -362,7 +387,7 @@ class MmaOps:
             scale_rows(O, correction)
 
     def store(self, tile):
-        """O / l and LSE = ln 2 (shift + log2 l) to global memory; a row without keys gives 0 and -inf."""
+        """O / l and LSE = ln 2 (shift + log2 l) to global memory; a row without keys gives 0, and -inf or its sink."""
         self._finish_rows(tile)
         self._store_o(tile)
 
@@ -374,17 +399,23 @@ class MmaOps:
         for r in cutlass.range_constexpr(2):
             total = cute.arch.warp_reduction_sum(state.total[r], threads_in_group=4)
             empty = total == 0.0
-            lse = (state.shift_log2[r] + cute.math.log2(total, fastmath=True)) * LN2
-            lse = cutlass.select_(empty, -Float32.inf, lse)
-            inverse = cute.arch.rcp_approx(total)
-            for j in cutlass.range_constexpr(c.tile_dv // 4):
-                # Selected, not multiplied by 0: O of a row without keys may hold 0 * NaN.
-                O[r, j] = cutlass.select_(empty, Float32(0.0), O[r, j] * inverse)
             row = self._query_row(r)
             query = tile.m_block * c.tile_q + row // c.pack
             head_in_kv = tile.group * c.pack + row % c.pack
+            head = tile.head_kv * heads_per_kv + head_in_kv
+            lse = (state.shift_log2[r] + cute.math.log2(total, fastmath=True)) * LN2
+            lse = cutlass.select_(empty, -Float32.inf, lse)
+            inverse = cute.arch.rcp_approx(total)
+            if cutlass.const_expr(c.sink):
+                head_with_sink = cutlass.min(
+                    head, mLSE.shape[1] - 1
+                )  # a packed row may have no head
+                lse, inverse = with_sink(state.shift_log2[r], total, self.mSink[head_with_sink])
+            for j in cutlass.range_constexpr(c.tile_dv // 4):
+                # Selected, not multiplied by 0: O of a row without keys may hold 0 * NaN.
+                O[r, j] = cutlass.select_(empty, Float32(0.0), O[r, j] * inverse)
             if (self.thread % 4 == 0) & (query < tiles.seqlen_q) & (head_in_kv < heads_per_kv):
-                mLSE[tile.batch, tile.head_kv * heads_per_kv + head_in_kv, query] = lse
+                mLSE[tile.batch, head, query] = lse
 
     @cute.jit
     def _store_o(self, tile):

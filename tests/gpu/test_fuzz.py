@@ -64,17 +64,19 @@ class Case:
         """
         problem = self.problem
         inputs = problem.tensors(device, self.seed)
-        keywords = {**problem.keywords, "return_lse": True}
+        keywords = problem.keywords(device)
         if self.in_place:
             shape = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v)
             buffer = guarded(shape, problem.dtype, device)
-            out, lse = flash4.flash_attn_func(*inputs, out=buffer.tensor, **keywords)
+            out, lse = flash4.flash_attn_func(
+                *inputs, out=buffer.tensor, return_lse=True, **keywords
+            )
             assert out is buffer.tensor
             buffer.check(written=True)
         else:
-            out, lse = flash4.flash_attn_func(*inputs, **keywords)
+            out, lse = flash4.flash_attn_func(*inputs, return_lse=True, **keywords)
         assert out.dtype == problem.dtype and lse.dtype == torch.float32
-        assert_forward_close(out, lse, inputs, **problem.keywords)
+        assert_forward_close(out, lse, inputs, **keywords)
 
 
 @hypothesis.settings(max_examples=EXAMPLES)
@@ -101,7 +103,7 @@ def kernel_key(problem: Problem, arch: str) -> tuple[str, object, str]:
             (problem.seqlen_k, problem.heads_kv, problem.head_dim_v),
         )
     )
-    plan = flash4.explain(q, k, v, arch=arch, **problem.keywords)
+    plan = flash4.explain(q, k, v, arch=arch, **problem.keywords("meta"))
     return plan.kernel, plan.config, plan.arch
 
 

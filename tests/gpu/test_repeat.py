@@ -54,7 +54,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 def attend(problem: Problem, inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Bits of out and lse."""
-    out, lse = flash4.flash_attn_func(*inputs, return_lse=True, **problem.keywords)
+    out, lse = flash4.flash_attn_func(*inputs, return_lse=True, **problem.keywords(DEVICE))
     return bits(out), bits(lse)
 
 

@@ -16,7 +16,7 @@ F16, BF16 = torch.float16, torch.bfloat16
 def check(problem: Problem, seed: int = 0) -> None:
     """Compare out and lse with the reference; plainly, and in a guarded buffer with the same bits."""
     inputs = problem.tensors(DEVICE, seed)
-    keywords = problem.keywords
+    keywords = problem.keywords(DEVICE)
     out, lse = flash4.flash_attn_func(*inputs, return_lse=True, **keywords)
     assert_forward_close(out, lse, inputs, **keywords)
     buffer = guarded(tuple(out.shape), out.dtype, DEVICE)
@@ -27,6 +27,7 @@ def check(problem: Problem, seed: int = 0) -> None:
 
 
 SQUARE = dict(batch=2, heads_kv=2, seqlen_q=300, seqlen_k=300)
+LONG = dict(heads_kv=2, seqlen_q=1100, seqlen_k=1500)
 D128 = dict(head_dim=128, head_dim_v=128, dtype=BF16)
 PROBLEMS = {
     "d128 full": Problem(**D128, **SQUARE),
@@ -55,7 +56,34 @@ PROBLEMS = {
         causal=True,
     ),
     "d256 full": Problem(head_dim=256, head_dim_v=256, dtype=BF16, **SQUARE),
-}
+    "d128 window": Problem(**D128, **SQUARE, window_size=(100, 30)),
+    "d128 causal window": Problem(**D128, **SQUARE, causal=True, window_size=(128, None)),
+    "d64 causal window": Problem(head_dim=64, head_dim_v=64, **LONG, window_size=(200, 0)),
+    "d64 window": Problem(head_dim=64, head_dim_v=64, **LONG, window_size=(77, 300)),
+    "d64 window at the right": Problem(
+        head_dim=64, head_dim_v=64, heads_kv=2, seqlen_q=900, seqlen_k=300, window_size=(None, 5)
+    ),
+    "d256 window, rows without keys": Problem(
+        head_dim=256, head_dim_v=256, heads_kv=2, seqlen_q=517, seqlen_k=130, window_size=(32, 64)
+    ),
+    "d128 cap": Problem(**D128, **SQUARE, softcap=5.0),
+    "d128 cap far above the scores": Problem(**D128, **SQUARE, causal=True, softcap=1e6),
+    "d128 cap, large scores": Problem(**D128, **SQUARE, causal=True, softcap=2.0, value_scale=9.0),
+    "d128 sink": Problem(**D128, **SQUARE, sink=1.0),
+    "d128 sink, rows without keys": Problem(
+        **D128, heads_kv=3, ratio=2, seqlen_q=517, seqlen_k=130, causal=True, sink=0.0
+    ),
+    "d128 sink far above": Problem(**D128, **SQUARE, sink=1000.0),
+    "d128 sink far below": Problem(**D128, **SQUARE, causal=True, sink=-1000.0),
+    "d64 everything": Problem(
+        head_dim=64, head_dim_v=64, heads_kv=2, ratio=4, seqlen_q=33, seqlen_k=700, causal=True,
+        softmax_scale=-0.2, window_size=(300, None), softcap=3.0, sink=2.0,
+    ),
+    "d192 and 128, everything": Problem(
+        head_dim=192, head_dim_v=128, dtype=BF16, heads_kv=2, seqlen_q=260, seqlen_k=333,
+        window_size=(100, 100), softcap=3.0, sink=2.0,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -138,6 +166,37 @@ def test_new_shapes_and_scales_do_not_compile():
                 )
             )  # fmt: skip
     assert CACHE.compiles == before
+
+
+def test_new_sizes_of_features_do_not_compile():
+    from flash4.jit.cache import CACHE
+
+    sizes = [((100, 30), 5.0, 1.0), ((0, 1), 50.0, -9.0), ((1000, 200), 0.3, 30.0)]
+    calls = [Problem(**D128, **SQUARE, window_size=w, softcap=c, sink=s) for w, c, s in sizes]
+    check(calls[0])
+    before = CACHE.compiles
+    for problem in (*calls[1:], calls[0]):  # two caps in one process, and back
+        check(problem)
+    assert CACHE.compiles == before
+
+
+@pytest.mark.parametrize("window", [(None, 0), (-1, 0), (300, 0), (2**31, 0), (299, 0)])
+def test_windows_that_are_causal(window):
+    inputs = SMALL.tensors(DEVICE)
+    out, lse = flash4.flash_attn_func(*inputs, window_size=window, return_lse=True)
+    assert_forward_close(out, lse, inputs, causal=True)
+    assert out.abs().amax() > 0
+
+
+@pytest.mark.parametrize("width", [1, 2, 64, 129])
+def test_how_many_keys_a_window_shows(width):
+    """With equal scores and the identity for V, out counts: a window of (width - 1, 0) shows width keys."""
+    n = 256
+    q, k = (torch.zeros(1, n, 1, 64, device=DEVICE, dtype=F16) for _ in range(2))
+    v = torch.eye(n, device=DEVICE, dtype=F16).view(1, n, 1, n)
+    out = flash4.flash_attn_func(q, k, v, window_size=(width - 1, 0))
+    counts = (out[0, :, 0] > 0).sum(-1)
+    assert torch.equal(counts, torch.arange(1, n + 1, device=DEVICE).clamp(max=width))
 
 
 def test_a_second_device_runs_its_own_launches():

@@ -42,11 +42,22 @@ SQUARE = (64, 96, 128, 160, 192, 224, 256)
 MASKS = {"full": False, "causal": True}
 
 
-def config_for(head_dim, head_dim_v, causal, *, seqlen=4096, bf16=True, **changes):
-    """Config that a call gets, changed where a call may change it."""
+WINDOWS = {
+    "left": {"window_left": True},
+    "right": {"window_right": True},
+    "both sides": {"window_left": True, "window_right": True},
+    "causal, left": {"causal": True, "window_left": True},
+}
+
+
+def config_for(head_dim, head_dim_v, causal=False, *, seqlen=4096, bf16=True, **facts):
+    """Config that a call with these facts gets; pack and negate are set as a call may set them."""
     dtype = torch.bfloat16 if bf16 else torch.float16
-    facts = AttentionProblem(dtype, 1, seqlen, seqlen, 1, 1, head_dim, head_dim_v, causal)
-    return replace(choose_config(facts)[0], **changes)
+    changes = {name: facts.pop(name) for name in ("pack", "negate") if name in facts}
+    problem = AttentionProblem(
+        dtype, 1, seqlen, seqlen, 1, 1, head_dim, head_dim_v, causal, **facts
+    )
+    return replace(choose_config(problem)[0], **changes)
 
 
 def shipped() -> dict[str, ForwardConfig]:
@@ -69,6 +80,23 @@ def shipped() -> dict[str, ForwardConfig]:
     named["128/128 causal, fp16"] = config_for(128, 128, True, bf16=False)
     named["128/128 causal, pack 4"] = config_for(128, 128, True, pack=4)
     named["128/128 full, negate"] = config_for(128, 128, False, negate=True)
+    return named | with_features()
+
+
+def with_features() -> dict[str, ForwardConfig]:
+    """Configs of windows, caps and sinks, by name."""
+    cap_and_sink = {"softcap": True, "sink": True}
+    named = {f"128/128 window {name}": config_for(128, 128, **w) for name, w in WINDOWS.items()}
+    named |= {
+        f"{d}/{dv} window both sides, cap and sink": config_for(
+            d, dv, **WINDOWS["both sides"], **cap_and_sink, pack=8, negate=True
+        )
+        for d, dv in ((64, 64), (128, 128), (192, 128), (160, 192), (224, 224), (256, 256))
+    }
+    named["64/64 window causal, left"] = config_for(64, 64, **WINDOWS["causal, left"])
+    named["128/128 full, cap"] = config_for(128, 128, softcap=True)
+    named["64/64 causal, cap"] = config_for(64, 64, True, softcap=True)
+    named["128/128 causal, sink"] = config_for(128, 128, True, sink=True)
     return named
 
 
@@ -116,14 +144,13 @@ def calls(role, phases: int) -> dict[str, int]:
 
 def expected(config: ForwardConfig) -> dict[str, int]:
     """Counts that follow from schedule and tiles."""
-    verbs = calls(ForwardRoles.mma, phases=2 if config.causal else 1)
-    exponentials = (
-        config.tile_n * MMA_ROWS // 128 + 2
-    )  # of a block, and one correction for each row
+    verbs = calls(ForwardRoles.mma, phases=1 + (config.causal or config.right) + config.left)
+    exponentials = config.tile_n * MMA_ROWS // 128 * (1 + config.softcap)  # of a block
+    exponentials += 2  # one correction for each row
     return {
         "waits": verbs["wait_mma"],
         "hgmma": verbs["qk"] * (config.tile_d // MMA_K) + verbs["pv"] * (config.tile_n // MMA_K),
-        "exp2": (verbs["softmax_first"] + verbs["softmax"]) * exponentials,
+        "exp2": (verbs["softmax_first"] + verbs["softmax"]) * exponentials + 4 * config.sink,
     }
 
 

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 import flash4
 from flash4 import dispatch, ops, reference
 from flash4.dispatch import architecture, plan_forward
-from flash4.problem import AttentionProblem
+from flash4.problem import AttentionProblem, CallOptions
 from flash4.sm90 import fwd_config as sm90_fwd
 from flash4.sm90.fwd_config import ForwardConfig
 from tests import strategies
@@ -34,31 +34,51 @@ class Launch:
 
     config: object
     tensors: tuple
-    scale: float
+    numbers: tuple
     section: int
     workers: int
+
+    @property
+    def scale(self):
+        """First of the numbers: factor of a score, or the cap."""
+        return self.numbers[0]
+
+    @property
+    def keywords(self):
+        """What the launch says about scores and masks, as keywords of the reference."""
+        config = self.config
+        numbers = dict(zip(config.numbers, self.numbers, strict=True))
+        optional = dict(zip(config.optional_tensors, self.tensors[5:], strict=True))
+        scale, cap = numbers["scale"], 0.0
+        if config.softcap:
+            scale, cap = scale * numbers["cap_scale"], scale
+        return {
+            "softmax_scale": -scale if config.negate else scale,
+            "softcap": cap,
+            "causal": config.causal,
+            "window_size": (numbers.get("left"), numbers.get("right")),
+            "learnable_sink": optional.get("sink"),
+        }
 
 
 def run_reference(launch):
     """Do what the kernel does, with the facts that a kernel has; refuse what TMA would not take."""
-    *operands, lse = launch.tensors
+    *operands, lse = launch.tensors[:5]
     for x in operands:
         assert x.stride(-1) == 1 and x.data_ptr() % 16 == 0, "TMA cannot address it"
         assert not any(stride % 8 for stride in x.stride()[:-1]), x.stride()
     q, k, v, out = operands
-    scale = -launch.scale if launch.config.negate else launch.scale
     out32, lse32 = reference.attention(
-        q, k, v, softmax_scale=scale, causal=launch.config.causal, return_lse=True,
-        compute_dtype=torch.float32,
-    )  # fmt: skip
+        q, k, v, return_lse=True, compute_dtype=torch.float32, **launch.keywords
+    )
     out.copy_(out32)
     lse.copy_(lse32)
 
 
-def forward_on_cpu(q, k, v, softmax_scale, causal, pack_gqa):
+def forward_on_cpu(q, k, v, *options):
     """Do what the operator does with CUDA tensors."""
     out = ops.empty_output(q, v.shape[-1])
-    return out, ops.run_forward(q, k, v, out, softmax_scale, causal, pack_gqa)
+    return out, ops.run_forward(q, k, v, out, CallOptions(*options))
 
 
 @contextlib.contextmanager
@@ -67,8 +87,8 @@ def stand_in_gpu(run=run_reference):
     launches = []
 
     def get(kernel, config, arch):
-        def launch(tensors, scale, section, workers):
-            launches.append(Launch(config, tensors, scale, section, workers))
+        def launch(tensors, numbers, section, workers):
+            launches.append(Launch(config, tensors, numbers, section, workers))
             run(launches[-1])
 
         return launch
@@ -95,6 +115,7 @@ seqlens = st.one_of(st.integers(1, 300), st.integers(1, 20_000))
 @st.composite
 def attention_problems(draw):
     heads_kv = draw(st.integers(1, 16))
+    causal = draw(st.booleans())
     return AttentionProblem(
         dtype=draw(st.sampled_from([F16, BF16])),
         batch=draw(st.integers(1, 64)),
@@ -104,9 +125,13 @@ def attention_problems(draw):
         heads_kv=heads_kv,
         head_dim=draw(head_dims),
         head_dim_v=draw(head_dims),
-        causal=draw(st.booleans()),
+        causal=causal,
         negative_scale=draw(st.booleans()),
         pack_gqa=draw(st.sampled_from([None, False, True])),
+        window_left=draw(st.booleans()),
+        window_right=not causal and draw(st.booleans()),
+        softcap=draw(st.booleans()),
+        sink=draw(st.booleans()),
     )
 
 
@@ -138,12 +163,15 @@ def test_plans_of_random_problems(problem):
     assert hash(plan) == hash(plan_forward(problem, "sm_90a", WORKERS))
     assert (config.bf16, config.causal) == (problem.dtype == BF16, problem.causal)
     assert config.negate == problem.negative_scale
+    assert (config.left, config.right) == (problem.window_left, problem.window_right)
+    assert (config.softcap, config.sink) == (problem.softcap, problem.sink)
     assert problem.head_dim <= config.tile_d and problem.head_dim_v <= config.tile_dv
     assert (grid.heads_kv, grid.batch) == (problem.heads_kv, problem.batch)
     assert 0 <= grid.m_blocks * config.tile_q - problem.seqlen_q < config.tile_q
     assert 0 <= grid.groups * config.pack - problem.gqa_ratio < config.pack
     assert 1 <= plan.section <= grid.head_count
-    assert plan.schedule(WORKERS).step == min(WORKERS, grid.total)
+    sides = (5 if side else None for side in (problem.window_left, problem.window_right))
+    assert plan.schedule(WORKERS, *sides).step == min(WORKERS, grid.total)
     assert plan.reasons and not plan.rejected
 
 
@@ -367,12 +395,12 @@ def test_the_kernel_gets_each_tensor_in_its_own_layout(layouts):
         causal=True, layouts=(layouts[0], layouts[1], layouts[0]),
     )  # fmt: skip
     inputs = problem.tensors()
-    explained = {copy[0] for copy in flash4.explain(*inputs, **problem.keywords).copies}
+    explained = {copy[0] for copy in flash4.explain(*inputs, **problem.keywords()).copies}
     with stand_in_gpu() as launches:
-        out, lse = flash4.flash_attn_func(*inputs, return_lse=True, **problem.keywords)
+        out, lse = flash4.flash_attn_func(*inputs, return_lse=True, **problem.keywords())
     (launch,) = launches
     expected = reference.attention(
-        *inputs, return_lse=True, compute_dtype=torch.float32, **problem.keywords
+        *inputs, return_lse=True, compute_dtype=torch.float32, **problem.keywords()
     )
     assert torch.equal(out, expected[0].half()) and torch.equal(lse, expected[1])
     for name, x, y in zip("qkv", inputs, launch.tensors, strict=False):
@@ -417,6 +445,48 @@ def test_results_with_a_scale(scale):
     assert torch.equal(out, expected[0].half()) and torch.allclose(lse, expected[1])
 
 
+@given(strategies.problems(max_seqlen=40, max_scores=10_000))
+def test_what_a_call_asks_for_reaches_the_kernel(problem):
+    """Through the operator: with what a launch says alone, the reference gives what the call should."""
+    inputs, keywords = problem.tensors(), problem.keywords()
+    with stand_in_gpu():
+        out, lse = flash4.flash_attn_func(*inputs, return_lse=True, **keywords)
+    expected, expected_lse = reference.attention(
+        *inputs, return_lse=True, compute_dtype=torch.float32, **keywords
+    )
+    assert torch.allclose(out.float(), expected, rtol=1e-2, atol=1e-2)
+    assert torch.allclose(lse, expected_lse, rtol=1e-4, atol=1e-4)
+
+
+def test_new_sizes_of_features_ask_for_no_new_kernel():
+    x = torch.zeros(1, 30, 2, 8, dtype=F16)
+    with stand_in_gpu(run=lambda launch: None) as launches:
+        for left, right, softcap, sink in ((3, 4, 5.0, 0.5), (0, 9, 0.1, -3.0), (10**6, 1, 1e6, 0)):
+            flash4.flash_attn_func(
+                x, x, x, window_size=(left, right), softcap=softcap,
+                learnable_sink=torch.full((2,), float(sink)),
+            )  # fmt: skip
+    assert len({launch.config for launch in launches}) == 1
+    assert [launch.numbers[2:] for launch in launches] == [(3, 4), (0, 9), (10**6, 1)]
+    assert [launch.numbers[0] for launch in launches] == [5.0, 0.1, 1e6]
+    assert [launch.tensors[5][0].item() for launch in launches] == [0.5, -3.0, 0.0]
+
+
+def test_sinks_of_any_layout_and_dtype():
+    x = torch.randn(1, 5, 4, 8).half()
+    wide = torch.randn(4, 3).t()
+    for sink in (wide[1], wide[1].half(), wide[1].bfloat16().requires_grad_()):
+        with stand_in_gpu() as launches:
+            out = flash4.flash_attn_func(x, x, x, learnable_sink=sink)
+        taken = launches[0].tensors[5]
+        assert taken.dtype == torch.float32 and taken.is_contiguous()
+        assert torch.equal(taken, sink.detach().float()) and out.requires_grad == sink.requires_grad
+        plan = flash4.explain(x, x, x, learnable_sink=sink)
+        assert any("learnable_sink" in copy for copy in plan.copies) == (
+            sink.dtype != torch.float32
+        )
+
+
 def test_a_second_call_runs_no_policy():
     x = torch.zeros(3, 17, 2, 8, dtype=F16)
     with (
@@ -441,6 +511,12 @@ def test_calls_that_differ_are_never_taken_for_one_another():
         for scale in (0.5, -0.5, 0.3)
         for pack_gqa in (None, False, True)
     ]
+    keywords += [
+        dict(softmax_scale=0.5, window_size=window, softcap=softcap, learnable_sink=sink)
+        for window in ((None, None), (3, None), (None, 3), (3, 3), (3, 0))
+        for softcap in (0.0, 2.0)
+        for sink in (None, torch.zeros(4))
+    ]
     calls = [*itertools.product(shapes, (F16, BF16), keywords)]
     with stand_in_gpu(run=lambda launch: None) as launches:
         for (q_shape, kv_shape), dtype, options in calls * 2:
@@ -449,7 +525,7 @@ def test_calls_that_differ_are_never_taken_for_one_another():
             plan, launch = flash4.explain(q, kv, kv, **options), launches[-1]
             assert launch.config == plan.config
             assert (launch.section, launch.workers) == (plan.section, WORKERS)
-            assert launch.scale == abs(options["softmax_scale"])
+            assert launch.scale == (options.get("softcap") or abs(options["softmax_scale"]))
     assert len(launches) == 2 * len(calls)
 
 
@@ -500,6 +576,8 @@ def test_the_operator_is_registered_as_torch_expects(layout):
     kv = torch.randn(q.shape[0], 7, q.shape[2], 64).half()
     with stand_in_gpu():
         torch.library.opcheck(ops.forward, (q, kv, kv, 0.125, True, None))
+        sink = torch.zeros(q.shape[2])
+        torch.library.opcheck(ops.forward, (q, kv, kv, 0.125, False, None, 3, 4, 5.0, sink))
         torch.library.opcheck(
             ops.forward,
             (q.clone().requires_grad_(), kv, kv, 0.125, True, True),
@@ -623,5 +701,5 @@ def test_the_smoke_problems_are_taken(name):
     """What the GPU tests call is not refused: they run rarely, this test always."""
     problem = test_smoke.PROBLEMS[name]
     with stand_in_gpu() as launches:
-        flash4.flash_attn_func(*problem.tensors("cpu"), return_lse=True, **problem.keywords)
+        flash4.flash_attn_func(*problem.tensors("cpu"), return_lse=True, **problem.keywords())
     assert launches

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flash4.jit.compile import compile_kernel
-from flash4.problem import AttentionProblem
+from flash4.problem import AttentionProblem, CallOptions
 from flash4.sim.explore import explore
 from flash4.sim.sm90_fwd import forward_machines, round_to_16_bit, simulate_forward
 from flash4.sm90.fwd_config import ForwardConfig, choose_config
@@ -36,6 +36,29 @@ class Case:
     softmax_scale: float = 0.1
     value_scale: float = 1.0
     workers: int = 2
+    window_size: tuple[int | None, int | None] = (None, None)
+    softcap: float = 0.0
+    sink: float | None = None  # mean of the sinks
+
+    @property
+    def keywords(self):
+        """Keywords of the reference; the config's flags are the other half of the problem."""
+        heads = torch.arange(float(self.heads_kv * self.ratio))
+        return {
+            "softmax_scale": self.softmax_scale,
+            "causal": self.config.causal,
+            "window_size": self.window_size,
+            "softcap": self.softcap,
+            "learnable_sink": None if self.sink is None else self.sink + heads,
+        }
+
+    @property
+    def options(self):
+        """What the simulator takes."""
+        sides = (-1 if side is None else side for side in self.window_size)
+        sink = self.keywords["learnable_sink"]
+        sink = None if sink is None else sink.numpy()
+        return CallOptions(self.softmax_scale, self.config.causal, None, *sides, self.softcap, sink)
 
     def tensors(self):
         """Random normal q, k, v in the config's dtype."""
@@ -53,10 +76,10 @@ class Case:
         )
 
 
-def shipped(head_dim, head_dim_v, causal, bf16=True):
+def shipped(head_dim, head_dim_v, causal, bf16=True, **features):
     """Config that a call with these head dims gets."""
     dtype = torch.bfloat16 if bf16 else torch.float16
-    facts = AttentionProblem(dtype, 1, 4096, 4096, 1, 1, head_dim, head_dim_v, causal)
+    facts = AttentionProblem(dtype, 1, 4096, 4096, 1, 1, head_dim, head_dim_v, causal, **features)
     return choose_config(facts)[0]
 
 
@@ -94,13 +117,9 @@ def run(case: Case, seed: int = 0):
     """Simulate a case and check it against float64."""
     inputs = case.tensors()
     arrays = (x.float().numpy() for x in inputs)
-    out, lse = simulate_forward(case.config, *arrays, case.softmax_scale, case.workers, seed)
+    out, lse = simulate_forward(case.config, *arrays, case.options, case.workers, seed)
     assert_forward_close(
-        torch.from_numpy(out).to(inputs[0].dtype),
-        torch.from_numpy(lse),
-        inputs,
-        causal=case.config.causal,
-        softmax_scale=case.softmax_scale,
+        torch.from_numpy(out).to(inputs[0].dtype), torch.from_numpy(lse), inputs, **case.keywords
     )
 
 
@@ -131,7 +150,15 @@ def cases(draw):
     config, head_dim, head_dim_v = draw(st.sampled_from(CONFIGS))
     pack, ratio = draw(st.sampled_from((1, 1, 2, 4, 8))), draw(st.sampled_from((1, 2, 3, 5, 8)))
     scale = draw(st.sampled_from((0.1, 0.1, 0.02, 0.7, 0.0, -0.1)))
-    config = replace(config, pack=pack, negate=scale < 0)
+    left, right = (draw(st.one_of(st.none(), st.integers(0, 300))) for _ in range(2))
+    window = draw(st.sampled_from(((None, None), (left, None), (left, right))))
+    if config.causal:
+        limited = {"causal": window[1] is None, "right": window[1] is not None}
+    else:
+        window, limited = (window[0], None), {}
+    softcap, sink = draw(st.sampled_from((0.0, 0.0, 2.0, 50.0))), draw(st.sampled_from((None, 1.0)))
+    limited |= {"left": window[0] is not None, "softcap": softcap != 0, "sink": sink is not None}
+    config = replace(config, pack=pack, negate=scale < 0, **limited)
     return Case(
         config,
         head_dim,
@@ -144,6 +171,9 @@ def cases(draw):
         softmax_scale=scale,
         value_scale=draw(st.sampled_from((1.0, 0.1, 3.0))),
         workers=draw(st.integers(1, 4)),
+        window_size=window,
+        softcap=softcap,
+        sink=sink,
     )
 
 
@@ -165,6 +195,38 @@ def test_packed_heads(pack, ratio):
 def test_scales(scale, causal):
     config = replace(shipped(128, 128, causal), negate=scale < 0)
     run(Case(config, 128, 128, 1, 130, 300, 2, softmax_scale=scale))
+
+
+WINDOWS = ((0, 0), (0, None), (70, None), (None, 90), (64, 64), (130, 0), (2**29, 2**29))
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize(("head_dim", "seqlen_q", "seqlen_k"), [(64, 700, 400), (128, 300, 500)])
+def test_windows(head_dim, seqlen_q, seqlen_k, window):
+    facts = {"window_left": window[0] is not None, "window_right": window[1] is not None}
+    config = shipped(head_dim, head_dim, False, **facts)
+    run(Case(config, head_dim, head_dim, 1, seqlen_q, seqlen_k, 2, window_size=window))
+
+
+def test_blocks_outside_a_window_are_not_loaded():
+    """Each tile of 128 queries loads the blocks that its window touches, two or three of 16."""
+    config = shipped(128, 128, True, window_left=True)
+    case = Case(config, 128, 128, 1, 2048, 2048, window_size=(127, None), workers=1)
+    arrays = [x.float().numpy() for x in case.tensors()]
+    ((machine, _),) = forward_machines(config, arrays, case.options, workers=1, seed=0)
+    machine.run()
+    loads = [s for s in machine.trace if s.kind == "issue" and s.target.startswith("copies into k")]
+    assert len(loads) == 16 + 15
+
+
+@pytest.mark.parametrize("scale", [0.1, -0.2, 0.0])
+@pytest.mark.parametrize("sink", [None, -50.0, 0.0, 50.0])
+@pytest.mark.parametrize("softcap", [0.0, 0.5, 30.0])
+def test_caps_and_sinks(softcap, sink, scale):
+    """Sinks far below and above the scores, with rows that see no key."""
+    flags = {"softcap": softcap != 0, "sink": sink is not None, "negate": scale < 0, "pack": 2}
+    config = replace(shipped(64, 64, True), **flags)
+    run(Case(config, 64, 64, 1, 200, 150, 2, 3, softmax_scale=scale, softcap=softcap, sink=sink))
 
 
 def test_every_order_gives_the_same_bits():

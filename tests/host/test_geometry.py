@@ -16,7 +16,7 @@ from flash4.common.tiles import Grid, TileSchedule, grid_of
 from flash4.dispatch import choose_section, plan_forward
 from flash4.jit.compile import compile_kernel
 from flash4.problem import AttentionProblem
-from flash4.sm90.fwd_config import ForwardConfig
+from flash4.sm90.fwd_config import ForwardConfig, choose_config
 
 H200_WORKERS = 132
 
@@ -24,58 +24,88 @@ lengths = st.one_of(st.integers(1, 40), st.integers(1, 3000))
 tile_sizes = st.one_of(st.integers(1, 8), st.sampled_from([16, 64, 80, 112, 128, 192, 256]))
 
 
-def visible_keys(seqlen_q, seqlen_k, causal):
-    """(queries, keys) bool, by the definition: query i sees keys j <= i + seqlen_k - seqlen_q."""
-    query, key = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)[None]
-    return (key <= query + seqlen_k - seqlen_q) | (not causal)
+# (causal, left, right) of KvBlocks.
+MASKS = ((False, None, None), (True, None, None), (True, 2, None), (False, 3, 1), (False, None, 2))
+MASKS += ((False, 0, None), (True, 0, None), (False, 1000, 1000), (False, 1, 7))
+masks = st.one_of(
+    st.tuples(st.booleans(), st.none(), st.none()),
+    st.tuples(st.just(True), st.integers(0, 3000), st.none()),
+    st.tuples(st.just(False), *[st.one_of(st.none(), st.integers(0, 3000))] * 2),
+    st.tuples(st.just(False), *[st.sampled_from([0, 1, 2**30 - 1])] * 2),
+)
+
+
+def visible_range(blocks, queries, seqlen_q, seqlen_k):
+    """(first, one past the last) key that each query sees, by the definition; equal if there is none."""
+    position = queries + seqlen_k - seqlen_q
+    begin = np.zeros_like(position) if blocks.left is None else position - blocks.left
+    end = np.full_like(position, seqlen_k)
+    if blocks.causal or blocks.right is not None:
+        end = position + 1 + (blocks.right or 0)
+    begin, end = np.clip(begin, 0, seqlen_k), np.clip(end, 0, seqlen_k)
+    return begin, np.maximum(begin, end)
 
 
 def check_tile(blocks, m_block, seqlen_q, seqlen_k):
     """Compare what one tile visits, and what it leaves unmasked, with the visible keys of its queries."""
-    first = m_block * blocks.tile_q
-    queries = np.arange(first, min(first + blocks.tile_q, seqlen_q))
-    ends = np.full(len(queries), seqlen_k)
-    if blocks.causal:
-        ends = np.clip(queries + 1 + seqlen_k - seqlen_q, 0, seqlen_k)
-    count = blocks.count(m_block, seqlen_q, seqlen_k)
-    assert count >= 1
-    assert ends.max() <= count * blocks.tile_n, "a visible key lies outside the visited blocks"
-    assert count == 1 or (count - 1) * blocks.tile_n < ends.max(), "a block is visited for nothing"
-    unmasked = blocks.unmasked(first, seqlen_q, seqlen_k)
-    assert 0 <= unmasked <= count
+    first_query = m_block * blocks.tile_q
+    queries = np.arange(first_query, min(first_query + blocks.tile_q, seqlen_q))
+    begins, ends = visible_range(blocks, queries, seqlen_q, seqlen_k)
+    first, count = (f(m_block, seqlen_q, seqlen_k) for f in (blocks.first, blocks.count))
+    assert first >= 0 and count >= 1
+    sees = begins < ends
+    if sees.any():
+        begin, end = begins[sees].min(), ends[sees].max()
+        assert first * blocks.tile_n <= begin, "a visible key lies before the visited blocks"
+        assert end <= (first + count) * blocks.tile_n, (
+            "a visible key lies behind the visited blocks"
+        )
+        assert begin < (first + 1) * blocks.tile_n, "the first block is visited for nothing"
+        assert (first + count - 1) * blocks.tile_n < end, "the last block is visited for nothing"
+    else:
+        assert count == 1
+    unmasked = blocks.unmasked(first_query, seqlen_q, seqlen_k)
+    assert 0 <= unmasked <= first + count
     assert unmasked * blocks.tile_n <= ends.min(), "a block that needs a mask has none"
-    assert (unmasked + 1) * blocks.tile_n > ends.min(), "a block is masked for nothing"
+    if not blocks.begins_late:
+        assert (unmasked + 1) * blocks.tile_n > ends.min(), "a block is masked for nothing"
+    unmasked_from = blocks.unmasked_from(first_query + blocks.tile_q - 1, seqlen_q, seqlen_k)
+    assert unmasked_from * blocks.tile_n >= begins.max(), "a block that needs a mask has none"
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_key_end_is_the_reference_mask(causal):
-    blocks = KvBlocks(4, 4, causal)
+@pytest.mark.parametrize(("causal", "left", "right"), MASKS)
+def test_key_range_is_the_reference_mask(causal, left, right):
+    blocks = KvBlocks(4, 4, causal, left, right)
     for seqlen_q, seqlen_k in product(range(1, 10), range(1, 10)):
         # With equal scores and the identity for V, out is above 0 exactly where a key is seen.
         q = torch.zeros(1, seqlen_q, 1, 1)
         k, v = torch.zeros(1, seqlen_k, 1, 1), torch.eye(seqlen_k).view(1, seqlen_k, 1, seqlen_k)
-        seen = (reference.attention(q, k, v, causal=causal)[0, :, 0] > 0).numpy()
-        assert (seen == visible_keys(seqlen_q, seqlen_k, causal)).all()
+        out = reference.attention(q, k, v, causal=causal, window_size=(left, right))
+        seen, keys = (out[0, :, 0] > 0).numpy(), np.arange(seqlen_k)
+        begins, ends = visible_range(blocks, np.arange(seqlen_q), seqlen_q, seqlen_k)
+        assert (seen == (keys >= begins[:, None]) & (keys < ends[:, None])).all()
         for query in range(seqlen_q):
-            end = blocks.key_end(query, seqlen_q, seqlen_k)
-            assert (seen[query] == (np.arange(seqlen_k) < end)).all(), (seqlen_q, seqlen_k, query)
+            begin, end = (f(query, seqlen_q, seqlen_k) for f in (blocks.key_begin, blocks.key_end))
+            where = (seqlen_q, seqlen_k, query)
+            assert (seen[query] == (keys >= begin) & (keys < end)).all(), where
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_every_small_tile(causal):
+@pytest.mark.parametrize(("causal", "left", "right"), MASKS)
+def test_every_small_tile(causal, left, right):
     for tile_q, tile_n, seqlen_q, seqlen_k in product(
         (1, 2, 3, 5), (1, 2, 4, 7), range(1, 13), range(1, 13)
     ):
-        blocks = KvBlocks(tile_q, tile_n, causal)
+        blocks = KvBlocks(tile_q, tile_n, causal, left, right)
         for m_block in range(ceil_div(seqlen_q, tile_q)):
             check_tile(blocks, m_block, seqlen_q, seqlen_k)
 
 
-@given(tile_sizes, tile_sizes, st.booleans(), lengths, lengths)
-@example(128, 128, True, 128, 1)  # rows without keys fill whole tiles
-@example(128, 128, True, 1, 129)
-def test_random_tiles(tile_q, tile_n, causal, seqlen_q, seqlen_k):
-    blocks = KvBlocks(tile_q, tile_n, causal)
+@given(tile_sizes, tile_sizes, masks, lengths, lengths)
+@example(128, 128, (True, None, None), 128, 1)  # rows without keys fill whole tiles
+@example(128, 128, (True, None, None), 1, 129)
+@example(128, 64, (False, 32, 64), 129, 40)
+def test_random_tiles(tile_q, tile_n, mask, seqlen_q, seqlen_k):
+    blocks = KvBlocks(tile_q, tile_n, *mask)
     m_blocks = ceil_div(seqlen_q, tile_q)
     for m_block in {0, m_blocks // 2, m_blocks - 1}:
         check_tile(blocks, m_block, seqlen_q, seqlen_k)
@@ -83,6 +113,7 @@ def test_random_tiles(tile_q, tile_n, causal, seqlen_q, seqlen_k):
 
 @given(tile_sizes, tile_sizes, st.booleans(), lengths, lengths, st.integers(0, 3000))
 def test_blocks_of_a_single_query(tile_q, tile_n, causal, seqlen_q, seqlen_k, query):
+    """Without a window."""
     blocks = KvBlocks(tile_q, tile_n, causal)
     until = blocks.until(query, seqlen_q, seqlen_k)
     end = blocks.key_end(min(query, seqlen_q - 1), seqlen_q, seqlen_k)
@@ -92,6 +123,41 @@ def test_blocks_of_a_single_query(tile_q, tile_n, causal, seqlen_q, seqlen_k, qu
         m_block = query // tile_q
         assert until <= blocks.count(m_block, seqlen_q, seqlen_k)
         assert blocks.unmasked(query, seqlen_q, seqlen_k) <= until
+
+
+@given(
+    dims=st.sampled_from([(64, 64), (128, 128), (256, 256)]),
+    mask=masks,
+    pack=st.sampled_from([1, 2, 8, 64]),
+    seqlen_q=lengths,
+    seqlen_k=lengths,
+)
+def test_phases_visit_every_block_once_and_mask_what_is_cut(dims, mask, pack, seqlen_q, seqlen_k):
+    causal, left, right = mask
+    facts = {"causal": causal, "window_left": left is not None, "window_right": right is not None}
+    problem = AttentionProblem(torch.bfloat16, 1, seqlen_q, seqlen_k, 1, 1, *dims, **facts)
+    config = replace(choose_config(problem)[0], pack=pack)
+    blocks = config.blocks(left, right)
+    grid = Grid(ceil_div(seqlen_q, config.tile_q), 1, 1, 1)
+    tiles = TileSchedule(blocks, grid, 1, 0, 1, seqlen_q, seqlen_k)
+    for tile in (tiles.at(index) for index in {0, grid.total // 2, grid.total - 1}):
+        for warpgroup in range(config.mma_warpgroups):
+            first_query = config.first_query(tile, warpgroup)
+            queries = np.arange(first_query, min(first_query + 64 // pack, seqlen_q))
+            begins, ends = visible_range(blocks, queries, seqlen_q, seqlen_k)
+            unseen = config.unseen_blocks(tile, warpgroup, tiles)
+            assert 0 <= unseen < tile.n_blocks
+            end = tile.first_block + tile.n_blocks
+            assert (ends <= (end - unseen) * config.tile_n).all(), "a visible block is skipped"
+            at = unseen + 1
+            for phase in config.phases(tile, warpgroup, tiles):
+                assert phase.begin == at and phase.end >= at, "blocks are left out or visited twice"
+                at = phase.end
+                if phase.masked or phase.begin == phase.end:
+                    continue
+                assert (begins <= (end - phase.end) * config.tile_n).all(), "cut at the left"
+                assert (ends >= (end - phase.begin) * config.tile_n).all(), "cut at the right"
+            assert at == tile.n_blocks
 
 
 @given(st.integers(-(2**31), 2**31 - 1), st.integers(-(2**31), 2**31 - 1), st.integers(1, 2**31))
@@ -129,7 +195,7 @@ small = st.integers(1, 5)
 @st.composite
 def schedules(draw):
     grid = Grid(draw(st.integers(1, 12)), draw(small), draw(small), draw(small))
-    blocks = KvBlocks(draw(st.sampled_from([1, 3, 64, 128])), 64, draw(st.booleans()))
+    blocks = KvBlocks(draw(st.sampled_from([1, 3, 64, 128])), 64, *draw(masks))
     last_tile = draw(st.integers(1, blocks.tile_q))
     seqlen_q = (grid.m_blocks - 1) * blocks.tile_q + last_tile
     section = draw(st.integers(1, grid.head_count + 2))
@@ -160,6 +226,8 @@ def check_schedule(schedule):
     for tile in visited:
         expected = schedule.blocks.count(tile.m_block, schedule.seqlen_q, schedule.seqlen_k)
         assert tile.n_blocks == expected >= 1
+        first = schedule.blocks.first(tile.m_block, schedule.seqlen_q, schedule.seqlen_k)
+        assert tile.first_block == first
     loads = [sum(tile.n_blocks + 1 for tile in tiles) for tiles in workers]
     busiest = max(loads) * schedule.step / sum(loads)
     assert schedule.imbalance() == pytest.approx(busiest, rel=1e-12)
@@ -196,7 +264,8 @@ def test_tiles_of_a_section_stay_together_longest_first(schedule):
         heads = {(t.group, t.head_kv, t.batch) for t in tiles}
         assert len(heads) <= schedule.section
         lengths = [t.n_blocks for t in tiles]
-        assert not schedule.blocks.causal or lengths == sorted(lengths, reverse=True)
+        longest_first = schedule.blocks.ends_early and not schedule.blocks.begins_late
+        assert not longest_first or lengths == sorted(lengths, reverse=True)
 
 
 TRAINING = [
@@ -237,9 +306,10 @@ def test_sections_are_in_range_and_no_worse_than_one(dims, seqlen_q, seqlen_k, b
 def geometry_cases():
     """(KvBlocks, m_block, query, seqlen_q, seqlen_k)."""
     lengths = ((300, 500), (500, 300), (128, 128), (1, 129), (129, 1))
+    sides = ((False, None, None), (True, None, None), (True, 70, None), (False, 2**30 - 1, 5))
     return [
-        (KvBlocks(tile_q, 112, causal), seqlen_q // tile_q // 2, seqlen_q // 3, seqlen_q, seqlen_k)
-        for tile_q, causal, (seqlen_q, seqlen_k) in product((64, 3), (False, True), lengths)
+        (KvBlocks(tile_q, 112, *mask), seqlen_q // tile_q // 2, seqlen_q // 3, seqlen_q, seqlen_k)
+        for tile_q, mask, (seqlen_q, seqlen_k) in product((64, 3), sides, lengths)
     ]
 
 
@@ -257,11 +327,16 @@ def geometry_values(case, integer=int):
     """What the functions of one case return; `integer` makes the run-time values."""
     blocks, *numbers = case
     m_block, query, seqlen_q, seqlen_k = (integer(x) for x in numbers)
+    sides = (None if side is None else integer(side) for side in (blocks.left, blocks.right))
+    blocks = KvBlocks(blocks.tile_q, blocks.tile_n, blocks.causal, *sides)
     return [
         blocks.count(m_block, seqlen_q, seqlen_k),
         blocks.until(query, seqlen_q, seqlen_k),
         blocks.unmasked(query, seqlen_q, seqlen_k),
         blocks.key_end(query, seqlen_q, seqlen_k),
+        blocks.key_begin(query, seqlen_q, seqlen_k),
+        blocks.first(m_block, seqlen_q, seqlen_k),
+        blocks.unmasked_from(query, seqlen_q, seqlen_k),
     ]
 
 

@@ -192,16 +192,27 @@ def test_empty_sizes_launch_nothing(batch, seqlen_q, seqlen_k, heads, gpu):
     assert lse.shape == (batch, heads, seqlen_q) and (lse == -torch.inf).all()
     buffer = torch.full_like(out, torch.nan)
     assert flash4.flash_attn_func(q, k, v, out=buffer) is buffer and (buffer == 0).all()
+    sink = torch.arange(float(heads))
+    out, lse = flash4.flash_attn_func(q, k, v, learnable_sink=sink, return_lse=True)
+    assert (out == 0).all() and torch.equal(lse, sink[None, :, None].expand(lse.shape))
     assert not gpu
     check_refused(ValueError, ["empty", "no kernel"], flash4.explain, q, k, v)
 
 
 # Keywords that are built, so that they are tested elsewhere, and for every other one a value that
 # asks for something. Whoever adds a keyword has to enter it here.
-BUILT = {"softmax_scale", "causal", "window_size", "deterministic", "pack_gqa", "out", "return_lse"}
+BUILT = {
+    "softmax_scale",
+    "causal",
+    "window_size",
+    "softcap",
+    "learnable_sink",
+    "deterministic",
+    "pack_gqa",
+    "out",
+    "return_lse",
+}
 ASKS_FOR_SOMETHING = {
-    "softcap": [30.0, -1.0, torch.tensor(0.0)],
-    "learnable_sink": [torch.zeros(4), np.zeros(4), 0.0],
     "score_mod": [lambda score, *_: score],
     "score_mod_bwd": [lambda grad, *_: grad],
     "mask_mod": [lambda *_: True],
@@ -214,7 +225,7 @@ ASKS_FOR_SOMETHING = {
     "k_descale": [torch.ones(2, 2)],
     "v_descale": [torch.ones(()), np.ones(2)],
 }
-NEUTRAL = {"softcap": [0, 0.0, None], "dropout_p": [0, 0.0], "num_splits": [0, 1]}
+NEUTRAL = {"softcap": [0, 0.0, None, -0.0], "dropout_p": [0, 0.0], "num_splits": [0, 1]}
 PARAMETERS = inspect.signature(flash4.flash_attn_func).parameters
 KEYWORDS = [n for n, p in PARAMETERS.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
 
@@ -246,8 +257,10 @@ def test_deterministic_is_accepted(value, call):
     call(*operands(), deterministic=value)
 
 
+HUGE = 2**31
 UNLIMITED = [(None, None), (-1, -1), (None, -1), (-1, None), [-1, -1], [None, None]]
-CAUSAL = [(None, 0), (-1, 0), [None, 0], [-1, 0]]
+UNLIMITED += [(HUGE, HUGE), (2**62, None), (-1, 2**30)]
+CAUSAL = [(None, 0), (-1, 0), [None, 0], [-1, 0], (HUGE, 0)]
 
 
 @pytest.mark.parametrize("window", UNLIMITED + CAUSAL)
@@ -263,15 +276,75 @@ def test_window_sentinels(window, causal, gpu):
     assert torch.equal(out, flash4.flash_attn_func(q, k, v, causal=is_causal))
 
 
-@both_calls
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    "window", [(0, 0), (128, 0), (None, 5), (5, None), (-1, 1), (2**31, 2**31), (6, 4), (-2, 0)]
+    "window", [(0, 0), (128, 0), (None, 5), (5, None), (-1, 1), (2**30 - 1, 3), (6, 4), (1, 2**40)]
 )
-def test_limited_windows_are_refused(window, causal, call):
-    with pytest.raises((NotImplementedError, ValueError), match="window_size") as caught:
-        call(*operands(), causal=causal, window_size=window)
-    assert str(window) in str(caught.value)
+def test_limited_windows(window, causal, gpu):
+    """A side is there or not, causal is a right side of 0, and sizes are run-time numbers."""
+    q, k, v = operands()
+    problem = flash4.explain(q, k, v, causal=causal, window_size=window).problem
+    left, right = (None if side in (None, -1) or side >= 2**30 else side for side in window)
+    assert problem.causal is (causal or right == 0)
+    assert problem.window_left is (left is not None)
+    assert problem.window_right is (right is not None and not problem.causal)
+    flash4.flash_attn_func(q, k, v, causal=causal, window_size=window)
+    (launch,) = gpu
+    numbers = dict(zip(launch.config.numbers, launch.numbers, strict=True))
+    assert numbers.get("left") == left
+    assert numbers.get("right") == (None if problem.causal else right)
+
+
+@both_calls
+@pytest.mark.parametrize("window", [(-2, 0), (0, -2), (-(2**40), None)])
+def test_windows_below_no_limit(window, call):
+    check_refused(ValueError, ["window_size", str(window)], call, *operands(), window_size=window)
+
+
+@both_calls
+@pytest.mark.parametrize("softcap", [-1.0, float("nan"), float("inf"), 1e31, 1e-39, -(10**400)])
+def test_softcaps_that_are_not_supported(softcap, call):
+    for _ in range(2):  # also after a right call of the same shapes, whose plan is remembered
+        with pytest.raises((ValueError, OverflowError)):
+            call(*operands(), softcap=softcap)
+        call(*operands(), softcap=30.0)
+
+
+@both_calls
+@pytest.mark.parametrize("softcap", [torch.tensor(0.0), "5", [1.0], True])
+def test_softcaps_that_are_no_numbers(softcap, call):
+    check_refused(
+        TypeError, ["softcap must be a Python number"], call, *operands(), softcap=softcap
+    )
+
+
+@both_calls
+def test_softcaps_far_from_the_scale(call):
+    words = ["softmax_scale / softcap", "supported"]
+    for scale, softcap in ((1e30, 1e-3), (-1e30, 1e-3), (1e-38, 1e3)):
+        check_refused(ValueError, words, call, *operands(), softmax_scale=scale, softcap=softcap)
+    call(*operands(), softmax_scale=0, softcap=1e-38)
+
+
+# What stands in the place of a sink for 4 query heads; the error; what its message must name.
+WRONG_SINKS = {
+    "array": (np.zeros(4), TypeError, ["learnable_sink must be a torch.Tensor", "ndarray"]),
+    "number": (0.0, TypeError, ["learnable_sink must be a torch.Tensor", "float"]),
+    "float64": (tensor(4, dtype=torch.float64), TypeError, ["torch.float64", "torch.float32"]),
+    "integers": (tensor(4, dtype=torch.int32), TypeError, ["torch.int32", "torch.float32"]),
+    "one for each KV head": (tensor(2), ValueError, ["(4,)", "(2,)"]),
+    "one for all": (tensor(), ValueError, ["(4,)", "()"]),
+    "two dimensions": (tensor(4, 1), ValueError, ["(4,)", "(4, 1)"]),
+    "elsewhere": (tensor(4, device="meta"), ValueError, ["cpu", "meta"]),
+}
+
+
+@both_calls
+@pytest.mark.parametrize("wrong", WRONG_SINKS)
+def test_sinks_that_do_not_fit(wrong, call):
+    sink, error, words = WRONG_SINKS[wrong]
+    call(*operands(), learnable_sink=tensor(4))  # a plan of a similar call is remembered
+    check_refused(error, words, call, *operands(), learnable_sink=sink)
 
 
 @both_calls
