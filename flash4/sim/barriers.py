@@ -10,8 +10,8 @@ from flash4.sim.machine import Hazard, Machine, Operation, describe_gap, join, k
 class Barrier:
     """An mbarrier: a phase completes when its arrivals and the bytes that they announced are all there."""
 
-    def __init__(self, machine: Machine, name: str, arrivals: int):
-        self.machine, self.name, self.arrivals = machine, name, arrivals
+    def __init__(self, machine: Machine, name: str, arrivals: int, cta=None):
+        self.machine, self.name, self.arrivals, self.cta = machine, name, arrivals, cta
         self.phase, self.missing, self.bytes = 0, arrivals, 0
         self._clock, self._done, self._seen, self._waiting = {}, [], {}, {}
         machine.barriers.append(self)
@@ -20,6 +20,8 @@ class Barrier:
         """Arrive, and announce bytes; negative are bytes that landed."""
         machine, actor = self.machine, self.machine.actor
         machine.note("arrive", self.name, count, nbytes)
+        if self.cta is not None:
+            self.cta.check_arrival(self)
         if self.phase and not knows(actor.clock, self._done[-1]):
             machine.report(
                 f"{actor.name} arrives at {self.name} for phase {self.phase} at {machine.place()}, but "
@@ -61,6 +63,8 @@ class Barrier:
         """Wait until ``phase`` is complete; by its parity, which is all that the hardware looks at."""
         machine, task = self.machine, self.machine.actor
         machine.note("wait", self.name, phase)
+        if self.cta is not None:
+            self.cta.check_wait(self)
         self._check_passed(task, phase)
         self._waiting[task] = phase
         machine.until(lambda: (self.phase - phase) % 2 == 1, lambda: self._story(task, phase))
@@ -97,9 +101,9 @@ class Barrier:
 class NamedBarrier(Barrier):
     """One of a CTA's 15 named barriers; ``threads`` as the instruction counts them, ``unit`` for each arrival."""
 
-    def __init__(self, machine: Machine, number: int, name: str, threads: int, unit: int):
-        machine.name_barrier(number, name)
-        super().__init__(machine, f"{name} (barrier {number})", threads // unit)
+    def __init__(self, machine: Machine, number: int, name: str, threads: int, unit: int, cta=None):
+        machine.name_barrier(number, name, cta)
+        super().__init__(machine, f"{name} (barrier {number})", threads // unit, cta)
 
 
 class Semaphore:

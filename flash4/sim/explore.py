@@ -3,7 +3,8 @@
 The steps of a role do not depend on the order in which others run: a recorded run gives each actor's list of steps, and
 only their interleaving is open. ``explore`` walks all interleavings of those lists, with barriers as plain counters and
 operations that may stay in flight as long as nobody waits for them. Steps that no other actor can notice are taken at
-once (a partial-order reduction), and no state is visited twice.
+once, operations that nobody notices land as late as they may, for that is when they are most in the way (partial-order
+reductions), and no state is visited twice.
 
 The clocks of the recorded run and this search do not share code: one argues, the other looks.
 """
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flash4.sim.barriers import Barrier
+from flash4.sim.independence import Independence
 from flash4.sim.machine import Deadlock, Hazard, Machine, Step
+from flash4.sim.memory import ADD
 
 MAX_STATES = 300_000
 ACCESSES = ("read", "write")
@@ -67,6 +70,7 @@ class Explorer:
         self.names, self.programs = list(programs), list(programs.values())
         every = [step for program in self.programs for group in program for step in group]
         lanes = {lane.name: lane for lane in machine.lanes}
+        self._delay_landings(lanes)
         if (len(lanes), len(self._arrivals)) != (len(machine.lanes), len(machine.barriers)):
             raise ValueError("two lanes or two barriers have the same name")
         self._cells = sorted(
@@ -77,6 +81,8 @@ class Explorer:
             name: self.names.index(name) if name in self.names else None for name in lanes
         }
         self._ordered = {name: lane.ordered for name, lane in lanes.items()}
+        self._behind = {n: lane.behind.name for n, lane in lanes.items() if lane.behind}
+        self._count_landings()
         self._touches = {
             (group[0].target, group[0].count): group[0]
             for program in self.programs
@@ -89,6 +95,62 @@ class Explorer:
             for region, _ in step.touches:
                 users.setdefault(id(region.space), set()).add(step.actor)
         self._private = {space for space, actors in users.items() if len(actors) == 1}
+        self._ctas = {
+            cta: [self.names.index(task.name) for task in cta.tasks if task.name in self.names]
+            for cta in machine.ctas
+        }
+        homes = {b.name: b.cta for b in machine.barriers if isinstance(b, Barrier)}
+        self._visits = [[self._visited(group, homes) for group in p] for p in self.programs]
+        self._independence = Independence(
+            self.programs, self._touches, self._behind, self._private, (self._ctas, self._visits)
+        )
+
+    def _delay_landings(self, lanes: dict):
+        """Let what has no arrival of its own land with the next in its lane, or when its issuer waits for it."""
+        self._joiners: dict[str, set[int]] = {}
+        last: dict[str, int] = {}
+        for actor, program in enumerate(self.programs):
+            for step in (step for group in program for step in group if step.kind == "join"):
+                self._joiners.setdefault(step.target, set()).add(actor)
+                last[step.target] = max(last.get(step.target, 0), step.count)
+        before = {lane.behind.name for lane in lanes.values() if lane.behind}
+        self._late = {
+            (actor, position)
+            for actor, (name, program) in enumerate(zip(self.names, self.programs))
+            if name in last and name not in before and all(len(group) == 1 for group in program)
+            for position, (step,) in enumerate(program)
+            if step.count <= last[name]
+        }
+        for actor, name in enumerate(self.names):
+            if name not in lanes or name in last or name in before:
+                continue
+            merged: list[list[Step]] = []
+            for group in self.programs[actor]:
+                if merged and merged[-1][-1].kind == "land":
+                    merged[-1] += group
+                else:
+                    merged.append(list(group))
+            self.programs[actor] = merged
+
+    def _count_landings(self):
+        """How many operations of a lane have landed at each of its positions."""
+        self._landings = {}
+        for lane, actor in self._lanes.items():
+            table = [0]
+            for group in self.programs[actor] if actor is not None else ():
+                table.append(table[-1] + sum(step.kind == "land" for step in group))
+            self._landings[lane] = table
+
+    def _visited(self, group: list[Step], homes: dict) -> set:
+        """CTAs whose memory or barriers a step uses."""
+        if not self._ctas:
+            return set()
+        touches = [touch for step in group for touch in step.touches]
+        for step in group:
+            if step.kind == "land":
+                touches += self._touches[step.actor, step.count].touches
+        visited = {region.space.cta for region, _ in touches}
+        return (visited | {homes.get(step.target) for step in group}) - {None}
 
     def _count_issues(self) -> dict[str, tuple[int, list[int]]]:
         """Lane -> (actor that issues into it, how many it has issued at each of its positions)."""
@@ -110,7 +172,7 @@ class Explorer:
 
     def _landed(self, state: State, lane: str) -> int:
         actor = self._lanes[lane]
-        return 0 if actor is None else state.positions[actor]
+        return 0 if actor is None else self._landings[lane][state.positions[actor]]
 
     def _issued(self, state: State, lane: str) -> int:
         actor, table = self._issues[lane]
@@ -127,8 +189,28 @@ class Explorer:
         if step.kind == "join":
             return self._landed(state, step.target) >= step.count
         if step.kind == "land":
-            return self._issued(state, step.target) >= step.count
+            return self._can_land(state, actor)
         return True
+
+    def _can_land(self, state: State, actor: int) -> bool:
+        position = state.positions[actor]
+        lane = self.names[actor]
+        number = max(step.count for step in self.programs[actor][position] if step.kind == "land")
+        behind = self._behind.get(lane)
+        if behind is not None and self._landed(state, behind) < number:
+            return False
+        if (actor, position) in self._late and not self._awaited(state, lane, number):
+            return False
+        return self._issued(state, lane) >= number
+
+    def _awaited(self, state: State, lane: str, number: int) -> bool:
+        for actor in self._joiners[lane]:
+            program, position = self.programs[actor], state.positions[actor]
+            if position < len(program):
+                step = program[position][0]
+                if (step.kind, step.target) == ("join", lane) and step.count >= number:
+                    return True
+        return False
 
     def take(self, state: State, actor: int) -> State:
         """State after an actor's next step.
@@ -138,6 +220,8 @@ class Explorer:
         """
         group = self.programs[actor][state.positions[actor]]
         cells = state.cells
+        for cta in self._visits[actor][state.positions[actor]]:
+            self._check_running(state, actor, group, cta)
         for step in group:
             if step.kind == "arrive":
                 cells = self._arrive(cells, step)
@@ -148,6 +232,17 @@ class Explorer:
                 self._check_flying(state, step)
         positions = state.positions
         return State((*positions[:actor], positions[actor] + 1, *positions[actor + 1 :]), cells)
+
+    def _check_running(self, state: State, actor: int, group: list[Step], cta):
+        """A CTA that a step uses has begun, and has not ended."""
+        tasks = self._ctas[cta]
+        if all(state.positions[task] == len(self.programs[task]) for task in tasks):
+            what = " and ".join(tell(step) for step in group)
+            raise Hazard(f"{what}, and uses {cta.name}, all of whose tasks have ended")
+        step = group[0]
+        if step.kind != "land" and actor not in tasks and not cta.peers:
+            if not any(state.positions[task] for task in tasks):
+                raise Hazard(f"{tell(step)}, and uses {cta.name}, which has not started")
 
     def _arrive(self, cells, step: Step):
         where = self._where[step.target]
@@ -170,7 +265,8 @@ class Explorer:
                 other = self._touches[lane, number]
                 for region, write in step.touches:
                     for used, written in other.touches:
-                        if (write or written) and region.overlaps(used):
+                        add = write == written == ADD
+                        if (write or written) and not add and region.overlaps(used):
                             raise Hazard(
                                 f"race on {region.name}: {tell(step)}, while number {other.count} of "
                                 f"{other.target}, issued at {other.place}, has not landed"
@@ -196,7 +292,8 @@ class Explorer:
             for actor, program in enumerate(self.programs)
             if state.positions[actor] < len(program) and self.enabled(state, actor)
         ]
-        return next(([actor] for actor in able if self.quiet(state, actor)), able)
+        quiet = next((actor for actor in able if self.quiet(state, actor)), None)
+        return self._independence.pick(state.positions, able) if quiet is None else [quiet]
 
     def stuck(self, state: State) -> str:
         """Story of a state in which nobody can move."""

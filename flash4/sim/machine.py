@@ -85,7 +85,11 @@ class Step(NamedTuple):
 
 @dataclass(eq=False)
 class Task:
-    """A role at its current wait; ``lines[t]`` is where its time ``t`` ended."""
+    """A role at its current wait; ``lines[t]`` is where its time ``t`` ended.
+
+    Where a machine has several CTAs, ``cta`` is the task's. ``ports`` are its ways into tensor memory, and ``tensor`` is
+    what its last fence behind a wait let its tcgen05 operations see.
+    """
 
     name: str
     index: int
@@ -97,6 +101,9 @@ class Task:
     clock: Clock = field(default_factory=dict)
     lines: list = field(default_factory=lambda: [None])
     place: Place | None = None
+    cta: object = None
+    tensor: Clock = field(default_factory=dict)
+    ports: list = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -110,6 +117,8 @@ class Operation:
         run: does it.
         clock: what it comes after, and itself.
         place: where it was issued.
+        index: of its lane, in clocks.
+        cta: of its issuer.
     """
 
     name: str
@@ -118,6 +127,8 @@ class Operation:
     run: Callable[[], None]
     clock: Clock
     place: Place | None
+    index: int = 0
+    cta: object = None
 
 
 class Machine:
@@ -133,7 +144,7 @@ class Machine:
         self._random = random.Random(seed)
         self._patience = self._random.choice(PATIENCE)
         self._indices, self._running, self._named = 0, [], {}
-        self.tasks, self.lanes, self.spaces, self.barriers = [], [], [], []
+        self.tasks, self.lanes, self.spaces, self.barriers, self.ctas = [], [], [], [], []
         self.trace: list[Step] = []
         self.at_exit: list[Callable[[], None]] = []
         self.host = self.actor = Task("the host", self.new_index())
@@ -208,8 +219,8 @@ class Machine:
         for space in self.spaces:
             space.fence(task)
 
-    def name_barrier(self, number: int, use: str):
-        """Reserve a named barrier of the CTA.
+    def name_barrier(self, number: int, use: str, cta=None):
+        """Reserve a named barrier of the CTA, or of one of several.
 
         Raises:
             Hazard: there is no such barrier, or something else uses it.
@@ -218,8 +229,9 @@ class Machine:
             raise Hazard(
                 f"{use}: named barrier {number}; there are 1 to 15, and 0 is __syncthreads"
             )
-        if self._named.setdefault(number, use) != use:
-            raise Hazard(f"{use}: named barrier {number} is already that of {self._named[number]}")
+        known = self._named.setdefault((cta, number), use)
+        if known != use:
+            raise Hazard(f"{use}: named barrier {number} is already that of {known}")
 
     def run(self):
         """Run until every task has ended.
@@ -239,7 +251,7 @@ class Machine:
 
     def _step(self):
         ready = [task for task in self._running if task.ready()]
-        flying = [lane for lane in self.lanes if lane.flying]
+        flying = [x for x in self.lanes if x.flying and (x.behind is None or x.free())]
         if flying and (not ready or self._random.random() >= self._patience):
             self._random.choice(flying).land()
         elif ready:
@@ -269,24 +281,32 @@ class Machine:
 
     def who(self, index: int):
         """Task or lane of an index."""
-        return next(x for x in (self.host, *self.tasks, *self.lanes) if x.index == index)
+        everyone = (self.host, *self.tasks, *self.lanes, *self.ctas)
+        return next(x for x in everyone if x.index == index)
 
 
 class Lane:
     """Asynchronous operations that land one after the other.
 
     In an ordered lane (the MMAs of one warp group) an operation may use what the one before it wrote.
+
+    Attributes:
+        behind: lane whose operation of the same number must have landed before one of this lane does.
+        generic: whether its operations access memory like the task itself, and need its proxy fences.
     """
+
+    behind: "Lane | None" = None
+    generic = False
 
     def __init__(self, machine: Machine, name: str, index: int, ordered: bool):
         self.machine, self.name, self.index, self.ordered = machine, name, index, ordered
         self.flying: deque[Operation] = deque()
         self.issued, self.landed, self.last = 0, 0, None
 
-    def issue(self, label: str, run: Callable[[], None], reads=(), writes=()):
-        """Start an operation that uses regions; ``run()`` does it when it lands."""
+    def issue(self, label: str, run: Callable[[], None], reads=(), writes=(), kind=True):
+        """Start an operation that uses regions; ``run()`` does it when it lands, ``kind`` is that of its writes."""
         machine, task = self.machine, self.machine.actor
-        touches = [(region, False) for region in reads] + [(region, True) for region in writes]
+        touches = [(region, False) for region in reads] + [(region, kind) for region in writes]
         machine.note("issue", self.name, self.issued + 1, touches=tuple(touches))
         clock = dict(task.clock)
         if self.ordered:
@@ -294,11 +314,17 @@ class Lane:
         self.issued += 1
         label = f"{label} of {task.name}"
         for region, write in touches:
-            region.space.touch(region, write, label, clock, (self.index, self.issued))
+            region.space.touch(region, write, label, clock, (self.index, self.issued, self.generic))
         clock[self.index] = self.issued
-        self.last = Operation(self.name, label, self.issued, run, clock, machine.place())
+        self.last = Operation(
+            self.name, label, self.issued, run, clock, machine.place(), self.index, task.cta
+        )
         self.flying.append(self.last)
         machine.publish()
+
+    def free(self) -> bool:
+        """Whether its next operation may land."""
+        return self.behind is None or self.behind.landed > self.landed
 
     def land(self):
         """Let the next operation happen."""
@@ -324,6 +350,8 @@ def describe_gap(machine: Machine, clock: Clock, index: int, time: int) -> str:
     other = machine.who(index)
     if isinstance(other, Lane):
         return f"of {other.name}, {clock.get(index, 0)} are known to have landed, and this is number {time}"
+    if other in machine.ctas:
+        return f"it does not know that {other.name} has started"
     known = other.lines[min(clock.get(index, 0), len(other.lines) - 1)]
     if known is None:
         return f"it knows nothing of {other.name}"

@@ -6,6 +6,8 @@ import numpy as np
 
 from flash4.sim.machine import Clock, Machine, Operation, Place, describe_gap
 
+ADD = 2  # a kind of write: additions in global memory, each of them whole, in any order
+
 
 @dataclass(eq=False)
 class Access:
@@ -14,12 +16,13 @@ class Access:
     Attributes:
         lo: first byte.
         hi: byte behind the last.
-        write: whether it wrote them.
+        write: whether it wrote them; ``ADD`` if it added to them.
         index: of the task or lane, in clocks.
         time: of the task or lane.
         who: name for stories.
         place: line of the role.
         fenced: time of the writer's proxy fence; None before it; 0 where none is needed.
+        task: index of the task itself, or of the one that issued the operation.
     """
 
     lo: int
@@ -30,6 +33,7 @@ class Access:
     who: str
     place: Place | None
     fenced: int | None
+    task: int
 
 
 class Space:
@@ -37,10 +41,11 @@ class Space:
 
     Attributes:
         proxies: ordinary writes need a proxy fence before an asynchronous operation uses them.
+        cta: whose memory it is, where a machine has several CTAs.
     """
 
-    def __init__(self, machine: Machine, proxies: bool = True):
-        self.machine, self.proxies = machine, proxies
+    def __init__(self, machine: Machine, proxies: bool = True, cta=None):
+        self.machine, self.proxies, self.cta = machine, proxies, cta
         self._uses: list[Access] = []
         self.contents: dict[tuple[int, int], np.ndarray] = {}
         if proxies:
@@ -51,35 +56,42 @@ class Space:
 
         Args:
             region: bytes.
-            write: whether they are written.
+            write: whether they are written; ``ADD`` if they are added to.
             who: name for stories.
             clock: what the access comes after.
-            epoch: (index, number) of an asynchronous operation; None for the acting task itself.
+            epoch: (index, number, whether it accesses memory like a task) of an asynchronous operation; None
+                for the acting task itself.
 
         Raises:
             Hazard: the access races with an earlier one, or a proxy fence is missing.
         """
         machine, kept = self.machine, []
         place = machine.place()
-        index, time = epoch or (machine.actor.index, clock.get(machine.actor.index, 0))
+        actor = machine.actor.index
+        index, time, generic = epoch or (actor, clock.get(actor, 0), True)
+        if self.cta is not None:
+            self.cta.visit(clock, index, time, f"{who}, which uses {region.name}")
         for use in self._uses:
             if use.hi <= region.lo or region.hi <= use.lo:
                 kept.append(use)
                 continue
             if (write or use.write) and clock.get(use.index, 0) < use.time:
-                self._race(region, write, who, clock, use)
-            if epoch and use.write and self.proxies and use.fenced != 0:
-                if use.fenced is None or clock.get(use.index, 0) < use.fenced:
+                if write != ADD or use.write != ADD:
+                    self._race(region, write, who, clock, use)
+            if not generic and use.write and self.proxies and use.fenced != 0:
+                if use.fenced is None or clock.get(use.task, 0) < use.fenced:
                     machine.report(
                         f"proxy fence missing: {who} at {place} uses {region.name}, which "
                         f"{use.who} wrote at {use.place}"
                         + ("" if use.fenced is None else f" and fenced too late for {who} to know")
                     )
             covered = region.lo <= use.lo and use.hi <= region.hi
-            if not (covered and (write or (not use.write and use.index == index))):
+            if not covered or (
+                write is not True and (use.write is not write or use.index != index)
+            ):
                 kept.append(use)
-        fenced = 0 if epoch or not write else None
-        kept.append(Access(region.lo, region.hi, write, index, time, who, place, fenced))
+        fenced = None if generic and write else 0
+        kept.append(Access(region.lo, region.hi, write, index, time, who, place, fenced, actor))
         self._uses = kept
 
     def _race(self, region, write, who, clock, use: Access):
@@ -92,8 +104,9 @@ class Space:
     def fence(self, task):
         """Proxy fence of a task."""
         for use in self._uses:
-            if use.index == task.index and use.fenced is None:
-                use.fenced = task.clock.get(task.index, 0)
+            if use.task == task.index and use.fenced is None:
+                if task.clock.get(use.index, 0) >= use.time:
+                    use.fenced = task.clock.get(task.index, 0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from flash4.sim.barriers import Barrier, Semaphore
+from flash4.sim.bulk import Accumulator, BulkGroups
+from flash4.sim.cluster import Cluster
 from flash4.sim.explore import explore
 from flash4.sim.machine import Hazard, Machine
 from flash4.sim.memory import Fragment, Region, Space
@@ -109,35 +111,39 @@ def test_a_warp_waits_where_its_warpgroup_must(barrier, seed):
 
 
 def ordered_dq(machine, target):
-    """Both CTAs of a cluster add their part of dQ; the next cluster, in its turn, waits for ``target`` of them."""
-    space, done = Space(machine, proxies=False), Semaphore(machine, "dq semaphore")
-    halves = [Region(space, f"dq half {i}", 4 * i, 4 * i + 4, (1, 1)) for i in range(2)]
+    """Both CTAs of a cluster add their half of dQ; the next cluster, in its turn, waits for ``target`` of them."""
+    done = Semaphore(machine, "dq semaphore")
+    halves = [Accumulator(machine, f"dq half {i}", (1, 1), ordered=True) for i in range(2)]
 
-    def first(cta):
-        halves[cta].write(one())
+    def add(cta, groups, part, turn):
+        part.write(one())
+        machine.fence()
+        done.wait(turn)
+        groups.reduce_add(part, halves[cta.rank], cta.name)
+        groups.commit_group()
+        groups.wait_group(0)
         done.add()
 
-    def second():
-        done.wait(target)
-        for half in halves:
-            half.write(half.read() + 1)
-
-    for cta in range(2):
-        machine.spawn(f"first cluster, CTA {cta}", first, cta)
-    machine.spawn("second cluster", second)
+    for name, turn in (("first", 0), ("second", target)):
+        for cta in Cluster(machine, 2, name=name).ctas:
+            part = cta.region("part", 0, 4, (1, 1))
+            cta.spawn("reduce", add, cta, BulkGroups(machine), part, turn)
+    return halves
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("target", [2, 1])
 def test_a_semaphore_counted_for_one_cta_of_two(target, seed):
     machine = Machine(seed)
-    ordered_dq(machine, target)
+    halves = ordered_dq(machine, target)
     told = verdict(machine)
     if target == 2:
         assert not told
+        for i, half in enumerate(halves):
+            assert half.order == [f"first.cta{i}", f"second.cta{i}"] and half.values.item() == 2
     else:
-        assert "race on dq half" in told and "first cluster, CTA" in told
-        assert "second cluster" in told and "test_sim_races.py" in told
+        assert "race on dq half" in told and "of first.cta" in told and "of second.cta" in told
+        assert "groups.reduce_add(part" in told and "test_sim_races.py" in told
 
 
 def two_gemms(machine, pending):
