@@ -113,8 +113,11 @@ class KvBlocks:
         return imax(end - self.first(m_block, seqlen_q, seqlen_k), 1)
 
     def unmasked(self, query, seqlen_q, seqlen_k):
-        """Blocks before this one end before any key that ``query``, or one after it, may not see at its right."""
-        return imax(self.key_end(query, seqlen_q, seqlen_k), 0) // self.tile_n
+        """Blocks before this one end before any key that ``query``, or one after it, may not see at its right.
+
+        The last key that each of them sees is not among them: a row has seen a key once it is through the others.
+        """
+        return imax(self.key_end(query, seqlen_q, seqlen_k) - 1, 0) // self.tile_n
 
     def unmasked_from(self, query, seqlen_q, seqlen_k):
         """Blocks from this one on hold no key that ``query``, or one before it, may not see at its left."""

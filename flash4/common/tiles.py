@@ -24,6 +24,7 @@ class Tile:
         batch: batch entry.
         n_blocks: KV blocks to visit, counted down from ``n_blocks - 1``.
         first_block: block of the sequence that the last of them, number 0, is.
+        again: the tile is worked on for the second time, since its rows outgrew a fixed shift.
     """
 
     index: object
@@ -34,6 +35,7 @@ class Tile:
     batch: object
     n_blocks: object
     first_block: object
+    again: object = False
 
 
 @dataclass(frozen=True)
@@ -105,11 +107,19 @@ class TileSchedule:
 
     def next(self, tile):
         """Return the worker's tile in the wave after that of ``tile``."""
+        return self.at(self.next_index(tile.index))
+
+    def wave(self, index):
+        """Wave of a tile index: how many tiles the worker had before."""
+        return index // self.step
+
+    def next_index(self, index):
+        """Index of the worker's tile in the wave after that of ``index``."""
         if not self.descends:
-            return self.at(tile.index + self.step)
-        wave = tile.index // self.step + 1
+            return index + self.step
+        wave = self.wave(index) + 1
         backwards = wave % 2
-        return self.at(wave * self.step + self.start + backwards * (self.step - 1 - 2 * self.start))
+        return wave * self.step + self.start + backwards * (self.step - 1 - 2 * self.start)
 
     def at(self, index):
         """Decode a tile index."""

@@ -4,13 +4,13 @@ Arithmetic is float32, rounded to 16 bit where the kernel rounds. A warpgroup ha
 a warp decides for all its rows whether their softmax shift moves, as in the kernel.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from flash4.common.dsl import plain
 from flash4.common.geometry import ceil_div
-from flash4.common.graph import WARPGROUP
+from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
 from flash4.common.tiles import Grid, TileSchedule
 from flash4.problem import CallOptions, positive_scale
@@ -19,8 +19,15 @@ from flash4.sim.limits import check_graph
 from flash4.sim.machine import Machine
 from flash4.sim.memory import Fragment, Region, Space
 from flash4.sim.rings import End, MmaQueue, Ring, Turn
-from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS, SMEM_LIMIT, ForwardConfig
-from flash4.sm90.fwd_ops import BARRIER_Q_READ, BARRIER_STORE, BARRIER_TURN
+from flash4.sm90.fwd_config import (
+    ELEMENT_BYTES,
+    LARGEST_TOTAL,
+    MARKS,
+    MMA_ROWS,
+    SMEM_LIMIT,
+    ForwardConfig,
+)
+from flash4.sm90.fwd_ops import BARRIER_PASS, BARRIER_Q_READ, BARRIER_STORE, BARRIER_TURN
 from flash4.sm90.fwd_roles import ForwardRoles
 
 WARP_ROWS = 16
@@ -80,6 +87,41 @@ class Call:
         return query, tile.head_kv * ratio + head, (query < self.tiles.seqlen_q) & (head < ratio)
 
 
+class Tiles:
+    """One role's way through a worker's tiles, and through those marked again; all meet at ``barrier`` in between."""
+
+    def __init__(
+        self, schedule: TileSchedule, barrier: NamedBarrier | None, warps: int, marks: set
+    ):
+        self._schedule, self._barrier, self._warps, self.marks = schedule, barrier, warps, marks
+        self.before_again = lambda: None  # what is stored again must be stored last
+
+    def first(self):
+        """Return the worker's first tile."""
+        return self._schedule.first()
+
+    def next(self, tile):
+        """Return the tile after ``tile``."""
+        schedule, again = self._schedule, tile.again
+        index = schedule.next_index(tile.index)
+        if index >= schedule.grid.total and not again and self._barrier is not None:
+            self.before_again()
+            phase = self._barrier.phase
+            self._barrier.arrive(self._warps)
+            self._barrier.wait(phase)
+            again = True
+            if self.marks:
+                index = schedule.start
+        if again:
+            while index < schedule.grid.total and schedule.wave(index) % MARKS not in self.marks:
+                index = schedule.next_index(index)
+        return replace(schedule.at(index), again=again)
+
+    def mark(self, tile):
+        """Have a tile worked on again."""
+        self.marks.add(self._schedule.wave(tile.index) % MARKS)
+
+
 class LoadOps:
     """Verbs of the ``load`` role."""
 
@@ -116,8 +158,9 @@ class LoadOps:
 class MmaOps:
     """Verbs of the ``mma`` role, for one warpgroup; all share the barrier ``q_read``."""
 
-    def __init__(self, machine: Machine, call: Call, group: int, o: Region, q_read: NamedBarrier):
+    def __init__(self, machine: Machine, call: Call, tiles: Tiles, group: int, o: Region, q_read):
         self._machine, self._call, self._config, self._group = machine, call, call.config, group
+        self._tiles, tiles.before_again = tiles, self.wait_store
         self._name = f"mma[{group}]"
         self._rows = range(group * MMA_ROWS, (group + 1) * MMA_ROWS)
         self._sO, self._q_read, self._queue = o, q_read, MmaQueue(machine, self._name)
@@ -177,6 +220,8 @@ class MmaOps:
             )
             s[(keys < begins) | (keys >= ends)] = -np.inf
         outgrown = (s.max(1) > self._limit) | np.signbit(self._limit)
+        if c.fixed_shift and not masked and not tile.again:
+            outgrown[:] = False
         move = np.repeat(outgrown.reshape(-1, WARP_ROWS).any(1), WARP_ROWS)
         old = self._shift
         self._shift = np.where(move, np.maximum(old, s.max(1) * scale), old)
@@ -208,6 +253,9 @@ class MmaOps:
         lse = np.where(total == 0, -np.inf, (shift + np.log2(total)) * np.float32(LN2))
         o = np.where(empty[:, None], 0, self._o.values * (shrink / total)[:, None])
         call.lse[tile.batch, head[exists], query[exists]] = lse[exists]
+        trusted = (self._total <= LARGEST_TOTAL) & np.isfinite(self._o.values).all(1)
+        if call.config.fixed_shift and not trusted[exists].all():
+            self._tiles.mark(tile)
         o = round_to_16_bit(o, self._config.bf16)
         places = tile.batch, query[exists], head[exists]
         for part in range(self._config.o_parts):
@@ -321,13 +369,18 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation):
     def ends(role):
         return [End(ring, variation.miscounts.get((role, ring.spec.name), 0)) for ring in rings]
 
+    barrier, marks = None, set()
+    if config.fixed_shift:
+        barrier = NamedBarrier(machine, BARRIER_PASS, "pass", threads + WARP, WARP)
     load, mma = plain(variation.roles.load), plain(variation.roles.mma)
-    machine.spawn("load", load, schedule, LoadOps(call), call.tiles, *ends("load"))
+    tiles = Tiles(call.tiles, barrier, 1, marks)
+    machine.spawn("load", load, schedule, LoadOps(call), tiles, *ends("load"))
     part = config.o_bytes // count
     for group in range(count):
         machine.name_barrier(BARRIER_STORE + group, f"store of mma[{group}]")
         at = bases["o"] + group * part
         shape = (MMA_ROWS, config.tile_dv // config.o_parts)
         o = Region(memory, f"o[{group}]", at, at + part, shape)
-        ops, turn = MmaOps(machine, call, group, o, q_read), Turn(turns, group)
-        machine.spawn(f"mma[{group}]", mma, schedule, ops, call.tiles, *ends("mma"), turn)
+        tiles = Tiles(call.tiles, barrier, WARPGROUP // WARP, marks)
+        ops, turn = MmaOps(machine, call, tiles, group, o, q_read), Turn(turns, group)
+        machine.spawn(f"mma[{group}]", mma, schedule, ops, tiles, *ends("mma"), turn)

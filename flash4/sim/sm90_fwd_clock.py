@@ -124,6 +124,7 @@ class MmaOps:
         self._issue_pv = ops(chip, "issue O += P V", other=steps, stall=sum(steps) / 2)
         third = per_step(0, (0, 0))
         self._max = ops(chip, "row maximum", alu=elements / 2, other=third, stall=30)
+        self._look_away = ops(chip, "row maximum", other=(2, third[1]))
         self._exp = ops(chip, "exponentials", fma=2 * elements, mufu=elements, stall=30)
         self._mask = ops(chip, "mask", alu=(3 if config.left else 2) * elements, other=(10, 0))
         self._cap = ops(chip, "tanh", fma=elements, mufu=elements) if config.softcap else None
@@ -177,7 +178,8 @@ class MmaOps:
             self._machine.spend(self._cap)
         if masked:
             self._machine.spend(self._mask)
-        self._machine.spend(self._max)
+        looks = masked or not self._config.fixed_shift or tile.again
+        self._machine.spend(self._max if looks else self._look_away)
         self._machine.spend(self._exp)
 
     def convert_p(self, s):

@@ -27,8 +27,8 @@ from cutlass.tensor_utils import LayoutEnum
 from flash4.common.graph import WARPGROUP
 from flash4.common.numerics import LOG2E, opaque
 from flash4.common.tiles import Grid, TileSchedule
-from flash4.sm90.fwd_config import MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT, ForwardConfig
-from flash4.sm90.fwd_ops import LoadOps, MmaOps, Operand, Turn, element, make_row_state
+from flash4.sm90.fwd_config import MARKS, MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT, ForwardConfig
+from flash4.sm90.fwd_ops import LoadOps, MmaOps, Operand, Tiles, Turn, element, make_row_state
 from flash4.sm90.fwd_roles import ForwardRoles
 
 
@@ -218,7 +218,10 @@ class ForwardSm90:
             for operand in operands:
                 cpasync.prefetch_descriptor(operand.atom)
         smem = SmemAllocator()
-        sQ, sK, sV, sO = self._allocate(smem)
+        (sQ, sK, sV, sO), marks = self._allocate(smem)
+        if cutlass.const_expr(c.fixed_shift):
+            if thread <= MARKS:
+                marks[thread] = 0
         # Opaque: ptxas would read the lane id anew for every release in the loop.
         lane = opaque(thread)
         q_producer, q_consumer = self._open_ring(smem, "q", lane)
@@ -228,7 +231,8 @@ class ForwardSm90:
         cute.arch.sync_threads()
 
         blocks = c.blocks(run_time.left, run_time.right)
-        tiles = TileSchedule(blocks, grid, section, worker, workers, *seqlens)
+        schedule = TileSchedule(blocks, grid, section, worker, workers, *seqlens)
+        tiles = Tiles(c, schedule, marks)
         load, mma = self.graph.role("load"), self.graph.role("mma")
         if group == 0:
             cute.arch.setmaxregister_decrease(load.registers)
@@ -246,17 +250,21 @@ class ForwardSm90:
             self.roles.mma(ops, tiles, q_consumer, k_consumer, v_consumer, turn)
 
     def _allocate(self, smem):
-        """Shared-memory tensors of Q, K, V and O, by the graph's map."""
+        """Shared-memory tensors of Q, K, V and O, and the marks or None, by the graph's map."""
         dtype, tensors = element(self.config), []
         pointers = {
             name: smem.allocate(nbytes, byte_alignment=SMEM_ALIGN)
             for name, nbytes in self.graph.allocations().items()
         }
-        for buffer, layout in zip(self.graph.buffers, self._smem_layouts(), strict=True):
+        for buffer, layout in zip(self.graph.buffers, self._smem_layouts()):
             pointer = pointers[buffer.borrows or buffer.name]
             pointer = cute.recast_ptr(pointer, swizzle_=layout.inner, dtype=dtype)
             tensors.append(cute.make_tensor(pointer, layout.outer))
-        return tensors
+        marks = None
+        if self.config.fixed_shift:
+            words = cute.recast_ptr(pointers["marks"], dtype=Int32)
+            marks = cute.make_tensor(words, cute.make_layout(MARKS + 1))
+        return tensors, marks
 
     def _open_ring(self, smem, name, lane):
         """Barriers and the producer and consumer ends of the graph's ring ``name``."""
@@ -292,7 +300,8 @@ class ForwardSm90:
             tOrO=cute.make_rmem_tensor(((2, 2, c.tile_dv // 8), 1, 1), Float32),
             tOrP=cute.make_rmem_tensor(((2, 2, 2), 1, c.tile_n // 16), element(c)),
             state=make_row_state(),
-            tiles=tiles,
+            tiles=tiles.schedule,
+            worker_tiles=tiles,
             cap_scale=run_time.cap_scale,
             scale_log2=run_time.scale_log2,
             inv_scale_log2=cute.arch.rcp_approx(run_time.scale_log2),

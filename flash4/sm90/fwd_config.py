@@ -11,6 +11,9 @@ ELEMENT_BYTES = 2
 MMA_ROWS = 64  # rows of one warpgroup's WGMMA
 TILE_DIM_STEP = 32  # head dims are padded in shared memory to a multiple of this
 O_COLUMN_STEP = 64  # columns of O that one box of a TMA store holds
+LARGEST_TOTAL = 2.0**64  # row sum up to which P of a fixed shift is trusted, if O is finite too
+MARKS = 127  # marks of tiles to work on again: one per wave, modulo this, and one for all
+MARKS_BYTES = 4 * (MARKS + 1)
 KEY_STEP = 16  # keys that one WGMMA of P V contracts
 MAX_HEAD_DIM = 256
 PACKS = (1, 2, 4, 8, 16, 32, 64)
@@ -37,6 +40,8 @@ class ForwardConfig:
         skip: a warpgroup passes over the blocks that none of its own 64 rows sees (causal, blocks shorter than the
             tile). Warpgroups then run different numbers of blocks, which taking turns forbids.
         settle: exponentials (of 64) that must be computed before the wait for P V; steers ptxas.
+        fixed_shift: in blocks without a mask the softmax shift stays what it is, unlooked at. A tile with a row that
+            outgrew it is worked on again, at the end, with a look at every block.
         left: a window limits the keys before a query's own position; its side is a run-time value.
         right: a window limits the keys after it, and lets some through (none is ``causal``).
         softcap: scores are capped: cap * tanh(scale * score / cap), with the cap a run-time value.
@@ -57,6 +62,7 @@ class ForwardConfig:
     settle: int = 12
     q_stages: int = 1
     o_parts: int = 1
+    fixed_shift: bool = False
     left: bool = False
     right: bool = False
     softcap: bool = False
@@ -77,6 +83,8 @@ class ForwardConfig:
             )
         if self.pack not in PACKS:
             raise ValueError(f"pack is {self.pack}; supported are {PACKS}")
+        if self.fixed_shift and not self.bf16:
+            raise ValueError("fixed_shift needs bf16: P would leave the range of float16")
         if self.causal and self.right:
             raise ValueError("causal and right exclude each other: causal is a right side of 0")
         if self.skip and (self.turns or not (self.causal or self.right)):
@@ -208,6 +216,7 @@ class ForwardConfig:
                 Buffer("k", self.stages * self.k_bytes),
                 Buffer("v", self.stages * self.v_bytes),
                 Buffer("o", self.o_bytes, borrows="q" if self.o_borrows_q else None),
+                *((Buffer("marks", MARKS_BYTES),) if self.fixed_shift else ()),
             ),
         )
 
@@ -240,7 +249,7 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
         sink=problem.sink,
         **tile,
     )
-    config, why_memory = spend_memory(config)
+    config, why_memory = spend_memory(replace(config, fixed_shift=config.bf16))
     return config, (why_tile, why_memory, why_pack)
 
 
@@ -249,9 +258,10 @@ def spend_memory(config: ForwardConfig) -> tuple[ForwardConfig, str]:
 
     Both let the next tile's Q come in while this tile is finished.
     """
+    wide_full = config.tile_d > 64 and not (config.causal or config.right)
     for change, why in (
-        ({"q_stages": 2}, "two slots of Q: room for the next tile's"),
-        ({}, "one slot of Q: no room for a second"),
+        *(() if wide_full else (({"q_stages": 2}, "two slots of Q: room for the next tile's"),)),
+        ({}, "one slot of Q: no room for a second, or no gain from it"),
         ({"o_parts": 2}, "O is stored in two halves: no room for all of it"),
     ):
         if config.tile_dv % (O_COLUMN_STEP * change.get("o_parts", 1)) == 0 or not change.get(

@@ -4,22 +4,25 @@ Partition names: ``tSrQ`` is "partitioned for S, registers (descriptors), Q". Ac
 ``((2, 2, N / 8), 1, 1)``: pairs of columns, rows r and r + 8, groups of eight columns.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Float16, Float32, Int32
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flash4.common import numerics
+from flash4.common.graph import WARP
 from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
-from flash4.sm90.fwd_config import MMA_ROWS, ForwardConfig
+from flash4.common.tiles import TileSchedule
+from flash4.sm90.fwd_config import LARGEST_TOTAL, MARKS, MMA_ROWS, ForwardConfig
 
 # Named barriers; 0 is __syncthreads.
 BARRIER_TURN = 1  # one per MMA warpgroup: 1..4
 BARRIER_STORE = 5  # one per MMA warpgroup: 5..8
 BARRIER_Q_READ = 9  # all MMA warpgroups have read Q
+BARRIER_PASS = 10  # all roles have been through all tiles
 
 
 def element(config):
@@ -69,6 +72,53 @@ class Turn:
         if following == self.count:
             following = Int32(0)
         cute.arch.barrier_arrive(barrier_id=BARRIER_TURN + following, number_of_threads=256)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A worker's tiles: all of its schedule, then, with a fixed shift, those that must be worked on again.
+
+    Each role steps through them by itself; they meet once in between, when all marks are there.
+    """
+
+    config: ForwardConfig
+    schedule: TileSchedule
+    marks: object  # (MARKS + 1,) int32 in shared memory; None without a fixed shift
+
+    def first(self):
+        """Return the worker's first tile."""
+        return replace(self.schedule.first(), again=Boolean(False))
+
+    def next(self, tile):
+        """Return the tile after ``tile``."""
+        if self.config.fixed_shift:
+            return self._next_marked(tile)
+        return replace(self.schedule.next(tile), again=Boolean(False))
+
+    @cute.jit
+    def _next_marked(self, tile):
+        schedule, marks = self.schedule, self.marks
+        index, again = schedule.next_index(tile.index), tile.again
+        if (index >= schedule.grid.total) & (not again):
+            cute.arch.cp_async_bulk_wait_group(0)  # what is stored again must be stored last
+            cute.arch.barrier(barrier_id=BARRIER_PASS, number_of_threads=self._threads)
+            again = Boolean(True)
+            if marks[MARKS] != 0:
+                index = schedule.start
+        if again:
+            while (index < schedule.grid.total) & (marks[schedule.wave(index) % MARKS] == 0):
+                index = schedule.next_index(index)
+        return replace(schedule.at(index), again=again)
+
+    @property
+    def _threads(self):
+        roles = self.config.graph.roles
+        return sum(WARP * role.active_warps for role in roles)
+
+    def mark(self, tile):
+        """Have a tile worked on again, and perhaps some others."""
+        self.marks[self.schedule.wave(tile.index) % MARKS] = 1
+        self.marks[MARKS] = 1
 
 
 @dataclass(frozen=True)
@@ -233,7 +283,8 @@ class MmaOps:
     tOrO: cute.Tensor  # ((2, 2, tile_dv / 8), 1, 1), float32
     tOrP: cute.Tensor  # ((2, 2, 2), 1, tile_n / 16), 16 bit
     state: RowState
-    tiles: object
+    tiles: TileSchedule
+    worker_tiles: Tiles
     cap_scale: object  # factor of a score within the cap, Float32; None without a cap
     scale_log2: Float32
     inv_scale_log2: Float32
@@ -341,13 +392,22 @@ class MmaOps:
         """Move the shift if it must; P = exp2(scale_log2 S - shift), l += rowsum P."""
         S = rows_of(s)
         self._prepare(tile, n_block, S, masked)
-        self._move_outgrown(S)
+        self.state.correction.fill(1.0)
+        if self.config.fixed_shift and not masked:
+            self._move_outgrown_again(S, tile.again)
+        else:
+            self._move_outgrown(S)
         self._exponentials(S, masked)
+
+    @cute.jit
+    def _move_outgrown_again(self, S: cute.Tensor, again: Boolean):
+        """Look at the maxima only the second time."""
+        if again:
+            self._move_outgrown(S)
 
     @cute.jit
     def _move_outgrown(self, S: cute.Tensor):
         state, scale_log2, inv_scale_log2 = self.state, self.scale_log2, self.inv_scale_log2
-        state.correction.fill(1.0)
         if cute.arch.vote_any_sync(outgrown(S, state)):
             move_shifts(S, state, scale_log2, inv_scale_log2)
 
@@ -411,11 +471,19 @@ class MmaOps:
                     head, mLSE.shape[1] - 1
                 )  # a packed row may have no head
                 lse, inverse = with_sink(state.shift_log2[r], total, self.mSink[head_with_sink])
+            unfinite = Float32(0.0)  # NaN if a value of O is not finite
             for j in cutlass.range_constexpr(c.tile_dv // 4):
+                if cutlass.const_expr(c.fixed_shift):
+                    unfinite = O[r, j] * 0.0 + unfinite
                 # Selected, not multiplied by 0: O of a row without keys may hold 0 * NaN.
                 O[r, j] = cutlass.select_(empty, Float32(0.0), O[r, j] * inverse)
-            if (self.thread % 4 == 0) & (query < tiles.seqlen_q) & (head_in_kv < heads_per_kv):
+            exists = (query < tiles.seqlen_q) & (head_in_kv < heads_per_kv)
+            if (self.thread % 4 == 0) & exists:
                 mLSE[tile.batch, head, query] = lse
+            if cutlass.const_expr(c.fixed_shift):
+                trusted = (total <= LARGEST_TOTAL) & (unfinite == 0.0)
+                if exists & (not trusted):
+                    self.worker_tiles.mark(tile)
 
     @cute.jit
     def _store_o(self, tile):
