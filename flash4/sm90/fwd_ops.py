@@ -207,6 +207,20 @@ def scale_rows(X, factors):
             X[r, j] = X[r, j] * factors[r]
 
 
+def finish_row(O, r, inverse, empty):
+    """Row ``r`` of O over its row sum. Selected, not multiplied by 0, where empty: O may hold 0 * NaN there."""
+    for j in range(cute.size(O) // 2):
+        O[r, j] = cutlass.select_(empty, Float32(0.0), O[r, j] * inverse)
+
+
+def all_finite(O, r):
+    """Whether this thread's part of row ``r`` is finite: 0 times it adds up to 0."""
+    total = Float32(0.0)
+    for j in range(cute.size(O) // 2):
+        total = O[r, j] * 0.0 + total
+    return total == 0.0
+
+
 @dataclass(frozen=True)
 class RowState:
     """Online softmax state of this thread's two rows, in registers.
@@ -471,17 +485,13 @@ class MmaOps:
                     head, mLSE.shape[1] - 1
                 )  # a packed row may have no head
                 lse, inverse = with_sink(state.shift_log2[r], total, self.mSink[head_with_sink])
-            unfinite = Float32(0.0)  # NaN if a value of O is not finite
-            for j in cutlass.range_constexpr(c.tile_dv // 4):
-                if cutlass.const_expr(c.fixed_shift):
-                    unfinite = O[r, j] * 0.0 + unfinite
-                # Selected, not multiplied by 0: O of a row without keys may hold 0 * NaN.
-                O[r, j] = cutlass.select_(empty, Float32(0.0), O[r, j] * inverse)
+            finite = all_finite(O, r) if c.fixed_shift else True
+            finish_row(O, r, inverse, empty)
             exists = (query < tiles.seqlen_q) & (head_in_kv < heads_per_kv)
             if (self.thread % 4 == 0) & exists:
                 mLSE[tile.batch, head, query] = lse
             if cutlass.const_expr(c.fixed_shift):
-                trusted = (total <= LARGEST_TOTAL) & (unfinite == 0.0)
+                trusted = (total <= LARGEST_TOTAL) & finite
                 if exists & (not trusted):
                     self.worker_tiles.mark(tile)
 

@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import tempfile
 import textwrap
+import warnings
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -105,8 +106,9 @@ TOO_LARGE = ForwardConfig(True, 128, 256, tile_m=128, tile_n=128, causal=True, s
 
 
 def compile_one(config: ForwardConfig) -> Resources:
-    """Compile a config and count; runs in a worker process."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Compile a config and count; runs in a worker process. The compiler must have nothing to warn of."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("error")
         jit_compile.compile_kernel("flash4.sm90.fwd:ForwardSm90", config, "sm_90a", folder)
         (cubin,) = Path(folder).glob("*.cubin")
         return resources(cubin)
