@@ -43,11 +43,13 @@ class Phase:
         begin: first block.
         end: one past the last block.
         masked: whether scores need a mask; static.
+        fixed: whether the softmax shift stays, unlooked at; static.
     """
 
     begin: object
     end: object
     masked: bool
+    fixed: bool = False
 
 
 @dataclass(frozen=True)

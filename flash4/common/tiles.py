@@ -24,7 +24,7 @@ class Tile:
         batch: batch entry.
         n_blocks: KV blocks to visit, counted down from ``n_blocks - 1``.
         first_block: block of the sequence that the last of them, number 0, is.
-        again: the tile is worked on for the second time, since its rows outgrew a fixed shift.
+        again: 1 if the tile is worked on for the second time, since its rows outgrew a fixed shift.
     """
 
     index: object
@@ -35,7 +35,7 @@ class Tile:
     batch: object
     n_blocks: object
     first_block: object
-    again: object = False
+    again: object = 0
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from flash4.common.dsl import plain
-from flash4.common.geometry import ceil_div
+from flash4.common.geometry import Phase, ceil_div
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
 from flash4.common.tiles import Grid, TileSchedule
@@ -109,7 +109,7 @@ class Tiles:
             phase = self._barrier.phase
             self._barrier.arrive(self._warps)
             self._barrier.wait(phase)
-            again = True
+            again = 1
             if self.marks:
                 index = schedule.start
         if again:
@@ -201,16 +201,16 @@ class MmaOps:
     def softmax_first(self, tile, n_block, s):
         """As ``softmax``, for the first block of a tile."""
         self._limit[:] = -np.inf
-        self.softmax(tile, n_block, s, True)
+        self.softmax(tile, n_block, s, Phase(0, 1, True))
 
-    def softmax(self, tile, n_block, s, masked):
+    def softmax(self, tile, n_block, s, phase):
         """Move the shift if it must; P = exp2(scale_log2 S - shift), l += rowsum P."""
         c, scale, s = self._config, self._call.scale_log2, s.values
         if c.negate:
             np.negative(s, out=s)
         if c.softcap:
             s[:] = np.tanh(s * self._call.scale)
-        if masked:
+        if phase.masked:
             blocks, lengths = self._call.tiles.blocks, self._call.tiles.lengths(tile)
             queries = self._call.places(tile, self._rows)[0].tolist()
             keys = (tile.first_block + n_block) * c.tile_n + np.arange(c.tile_n)
@@ -220,22 +220,21 @@ class MmaOps:
             )
             s[(keys < begins) | (keys >= ends)] = -np.inf
         outgrown = (s.max(1) > self._limit) | np.signbit(self._limit)
-        if c.fixed_shift and not masked and not tile.again:
-            outgrown[:] = False
+        outgrown &= not phase.fixed
         move = np.repeat(outgrown.reshape(-1, WARP_ROWS).any(1), WARP_ROWS)
         old = self._shift
         self._shift = np.where(move, np.maximum(old, s.max(1) * scale), old)
         finite = np.where(self._shift == -np.inf, 0, self._shift)
         self._limit = np.where(move, (self._shift + RESCALE_THRESHOLD_LOG2) / scale, self._limit)
         self._correction = np.where(move, np.exp2(old - finite), 1)
-        s[:] = np.exp2(s * scale - (finite if masked else self._shift)[:, None])
+        s[:] = np.exp2(s * scale - (finite if phase.masked else self._shift)[:, None])
         self._total = self._total * self._correction + s.sum(1)
 
     def convert_p(self, s):
         """Round P to 16 bit into the operand of P V."""
         self._p.values[:] = round_to_16_bit(s.values, self._config.bf16)
 
-    def rescale_o(self):
+    def rescale_o(self, phase):
         """Let O follow a moved shift."""
         self._o.values[:] *= self._correction[:, None]
 

@@ -172,21 +172,20 @@ class MmaOps:
         self._machine.spend(self._exact)
         self._machine.spend(self._exp)
 
-    def softmax(self, tile, n_block, s, masked):
+    def softmax(self, tile, n_block, s, phase):
         """Check the maximum, exponentials; with random data the shift does not move after the first block."""
         if self._config.softcap:
             self._machine.spend(self._cap)
-        if masked:
+        if phase.masked:
             self._machine.spend(self._mask)
-        looks = masked or not self._config.fixed_shift or tile.again
-        self._machine.spend(self._max if looks else self._look_away)
+        self._machine.spend(self._look_away if phase.fixed else self._max)
         self._machine.spend(self._exp)
 
     def convert_p(self, s):
         """P to 16 bit."""
         self._machine.spend(self._convert)
 
-    def rescale_o(self):
+    def rescale_o(self, phase):
         """Counted with ``convert_p``: a check."""
 
     def store(self, tile):

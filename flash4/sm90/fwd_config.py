@@ -138,12 +138,13 @@ class ForwardConfig:
     def phases(self, tile, warpgroup, tiles) -> tuple[Phase, ...]:
         """Blocks after the warpgroup's first (which is always masked).
 
-        Those with a mask at their right come first, then those without, then those with a mask at their left.
+        Those with a mask at their right come first, then those without, then those with a mask at their left. Those
+        without have a fixed shift the first time, if the config says so, and none the second time.
         """
         blocks, lengths = tiles.blocks, tiles.lengths(tile)
         begin = self.unseen_blocks(tile, warpgroup, tiles) + 1
         if not (self.left or blocks.ends_early):
-            return (Phase(begin, tile.n_blocks, False),)
+            return self._unmasked_phases(tile, begin, tile.n_blocks)
         end, found = tile.first_block + tile.n_blocks, []
         if blocks.ends_early:
             query = self.first_query(tile, warpgroup if self.skip else 0)
@@ -153,11 +154,18 @@ class ForwardConfig:
             found.append(Phase(begin, cut, True))
             begin = cut
         if not self.left:
-            return (*found, Phase(begin, tile.n_blocks, False))
+            return (*found, *self._unmasked_phases(tile, begin, tile.n_blocks))
         last = warpgroup if self.skip else self.mma_warpgroups - 1
         query = self.first_query(tile, last) + MMA_ROWS // self.pack - 1
         cut = imin(imax(end - blocks.unmasked_from(query, *lengths), begin), tile.n_blocks)
-        return (*found, Phase(begin, cut, False), Phase(cut, tile.n_blocks, True))
+        unmasked = self._unmasked_phases(tile, begin, cut)
+        return (*found, *unmasked, Phase(cut, tile.n_blocks, True))
+
+    def _unmasked_phases(self, tile, begin, end) -> tuple[Phase, ...]:
+        if not self.fixed_shift:
+            return (Phase(begin, end, False),)
+        cut = end - tile.again * imax(end - begin, 0)
+        return (Phase(begin, cut, False, fixed=True), Phase(cut, end, False))
 
     @property
     def q_bytes(self) -> int:

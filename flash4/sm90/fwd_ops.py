@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32
+from cutlass import BFloat16, Float16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flash4.common import numerics
@@ -87,25 +87,25 @@ class Tiles:
 
     def first(self):
         """Return the worker's first tile."""
-        return replace(self.schedule.first(), again=Boolean(False))
+        return replace(self.schedule.first(), again=Int32(0))
 
     def next(self, tile):
         """Return the tile after ``tile``."""
         if self.config.fixed_shift:
             return self._next_marked(tile)
-        return replace(self.schedule.next(tile), again=Boolean(False))
+        return replace(self.schedule.next(tile), again=Int32(0))
 
     @cute.jit
     def _next_marked(self, tile):
         schedule, marks = self.schedule, self.marks
         index, again = schedule.next_index(tile.index), tile.again
-        if (index >= schedule.grid.total) & (not again):
+        if (index >= schedule.grid.total) & (again == 0):
             cute.arch.cp_async_bulk_wait_group(0)  # what is stored again must be stored last
             cute.arch.barrier(barrier_id=BARRIER_PASS, number_of_threads=self._threads)
-            again = Boolean(True)
+            again = Int32(1)
             if marks[MARKS] != 0:
                 index = schedule.start
-        if again:
+        if again == 1:
             while (index < schedule.grid.total) & (marks[schedule.wave(index) % MARKS] == 0):
                 index = schedule.next_index(index)
         return replace(schedule.at(index), again=again)
@@ -402,22 +402,14 @@ class MmaOps:
         move_shifts(S, self.state, self.scale_log2, self.inv_scale_log2)
         self._exponentials(S, True)
 
-    def softmax(self, tile, n_block, s, masked):
-        """Move the shift if it must; P = exp2(scale_log2 S - shift), l += rowsum P."""
+    def softmax(self, tile, n_block, s, phase):
+        """Move the shift if it must and may; P = exp2(scale_log2 S - shift), l += rowsum P."""
         S = rows_of(s)
-        self._prepare(tile, n_block, S, masked)
-        self.state.correction.fill(1.0)
-        if self.config.fixed_shift and not masked:
-            self._move_outgrown_again(S, tile.again)
-        else:
+        self._prepare(tile, n_block, S, phase.masked)
+        if not phase.fixed:
+            self.state.correction.fill(1.0)
             self._move_outgrown(S)
-        self._exponentials(S, masked)
-
-    @cute.jit
-    def _move_outgrown_again(self, S: cute.Tensor, again: Boolean):
-        """Look at the maxima only the second time."""
-        if again:
-            self._move_outgrown(S)
+        self._exponentials(S, phase.masked)
 
     @cute.jit
     def _move_outgrown(self, S: cute.Tensor):
@@ -453,9 +445,13 @@ class MmaOps:
         P = cute.make_tensor(self.tOrP.iterator, s.layout)
         P.store(s.load().to(element(self.config)))
 
-    @cute.jit
-    def rescale_o(self):
+    def rescale_o(self, phase):
         """Let O follow a moved shift; for most blocks none has moved."""
+        if not phase.fixed:
+            self._rescale_o()
+
+    @cute.jit
+    def _rescale_o(self):
         O, correction = rows_of(self.tOrO), self.state.correction
         if cute.arch.vote_any_sync((correction[0] != 1.0) | (correction[1] != 1.0)):
             scale_rows(O, correction)

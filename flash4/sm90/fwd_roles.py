@@ -54,7 +54,7 @@ class ForwardRoles:
             k_slot.release()
             ops.softmax_first(tile, tile.n_blocks - 1 - unseen, s_first)  # P = exp(S - m), l
             ops.convert_p(s_first)
-            for phase in ops.phases(tile):  # masked blocks, then the others
+            for phase in ops.phases(tile):  # masked blocks, then the others: unrolled
                 for i in range(phase.begin, phase.end):
                     k_slot = k_consumer.wait_and_advance()
                     turn.wait()
@@ -64,11 +64,11 @@ class ForwardRoles:
                     turn.pass_on()
                     ops.wait_mma(1)  # S(i) is there, O still in flight
                     k_slot.release()
-                    ops.softmax(tile, tile.n_blocks - 1 - i, s, phase.masked)
+                    ops.softmax(tile, tile.n_blocks - 1 - i, s, phase)
                     ops.wait_mma(0)  # O is there; P and V are free
                     v_slot.release()
                     ops.convert_p(s)
-                    ops.rescale_o()
+                    ops.rescale_o(phase)
             if not ops.o_borrows_q:
                 q_slot.release()
             v_slot = v_consumer.wait_and_advance()
