@@ -63,7 +63,13 @@ class Problem:
 PROBLEMS = (
     Problem(ForwardConfig(True, 16, 16, 128, 16, True, turns=True), 200, 110, 2),
     Problem(BorrowingConfig(True, 16, 16, 128, 16, False), 300, 75),
-    Problem(ForwardConfig(True, 16, 16, 256, 32, True, stages=4, skip=True), 600, 600),
+    Problem(
+        ForwardConfig(
+            True, 16, 16, 256, 32, True, stages=4, skip=True, q_stages=2, fixed_shift=True
+        ),
+        600,
+        600,
+    ),
     Problem(ForwardConfig(True, 16, 16, 64, 16, False), 200, 30),
     Problem(ForwardConfig(True, 16, 16, 128, 16, True), 300, 300, 2, 2),
 )

@@ -15,9 +15,10 @@ from flash4.interface import options_of
 from flash4.sim import draw as pictures
 from flash4.sim.chips import H200
 from flash4.sim.explore import explore
+from flash4.sim.limits import check_graph
 from flash4.sim.machine import Hazard, Machine, Step
 from flash4.sim.mutants import KERNELS
-from flash4.sim.sm90_fwd import Variation, forward_machines
+from flash4.sim.sm90_fwd import SMEM_LIMIT, Variation, forward_machines
 from flash4.sim.sm90_fwd_clock import time_forward
 
 KINDS = ("wait", "arrive", "issue", "join", "read", "write")
@@ -51,7 +52,7 @@ def study(kernel: str, plan, settings=(), mutant: str | None = None, roles: Path
         roles: Python file with other roles, such as a changed copy of the kernel's.
 
     Raises:
-        ValueError: no such field or value, not one mutant, or no roles; the message lists what there is.
+        ValueError: no such field or value, not one mutant, no roles, or more than an SM has; the message says what.
     """
     config, variation, changes = plan.config, Variation(), list(settings)
     for setting in settings:
@@ -65,6 +66,10 @@ def study(kernel: str, plan, settings=(), mutant: str | None = None, roles: Path
     if roles is not None:
         variation = Variation(_read_roles(roles, variation.roles.__name__))
         changes.append(f"roles of {roles}")
+    try:
+        check_graph(config.graph, SMEM_LIMIT)
+    except Hazard as hazard:
+        raise ValueError(f"this cannot run: {hazard}") from None
     grid = grid_of(plan.problem, config.tile_q, config.pack)
     plan = dataclasses.replace(plan, config=config, grid=grid)
     return Study(plan, variation, tuple(changes))

@@ -257,8 +257,20 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
         sink=problem.sink,
         **tile,
     )
-    config, why_memory = spend_memory(replace(config, fixed_shift=config.bf16))
-    return config, (why_tile, why_memory, why_pack)
+    config, why_shift = choose_shift(config)
+    config, why_memory = spend_memory(config)
+    return config, (why_tile, why_shift, why_memory, why_pack)
+
+
+def choose_shift(config: ForwardConfig) -> tuple[ForwardConfig, str]:
+    """Fix the softmax shift where that is faster and the range of P allows it; and the reason."""
+    if not config.bf16:
+        return config, "the softmax shift follows the maximum: P would leave the range of float16"
+    if max(config.tile_d, config.tile_dv) > 128:
+        return config, "the softmax shift follows the maximum: the products take the time"
+    settle = 8 if max(config.tile_d, config.tile_dv) == 64 else 0
+    why = "a fixed softmax shift in blocks without a mask; what outgrows it is done again"
+    return replace(config, fixed_shift=True, settle=settle), why
 
 
 def spend_memory(config: ForwardConfig) -> tuple[ForwardConfig, str]:
@@ -266,18 +278,16 @@ def spend_memory(config: ForwardConfig) -> tuple[ForwardConfig, str]:
 
     Both let the next tile's Q come in while this tile is finished.
     """
-    wide_full = config.tile_d > 64 and not (config.causal or config.right)
-    for change, why in (
-        *(() if wide_full else (({"q_stages": 2}, "two slots of Q: room for the next tile's"),)),
-        ({}, "one slot of Q: no room for a second, or no gain from it"),
-        ({"o_parts": 2}, "O is stored in two halves: no room for all of it"),
-    ):
-        if config.tile_dv % (O_COLUMN_STEP * change.get("o_parts", 1)) == 0 or not change.get(
-            "o_parts"
-        ):
-            changed = replace(config, **change)
-            if changed.fits and not changed.o_borrows_q:
-                return changed, why
+    changes = [
+        ({"q_stages": 2}, "two slots of Q: room for the next tile's"),
+        ({}, "one slot of Q: no room for a second"),
+    ]
+    if config.tile_dv % (2 * O_COLUMN_STEP) == 0:
+        changes.append(({"o_parts": 2}, "O is stored in two halves: no room for all of it"))
+    for change, why in changes:
+        changed = replace(config, **change)
+        if changed.fits and not changed.o_borrows_q:
+            return changed, why
     return config, "O borrows the memory of Q: no room for both"
 
 

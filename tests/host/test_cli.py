@@ -193,6 +193,7 @@ def test_other_roles(tmp_path, capsys):
         (("--set", "stages=many"), "invalid literal"),
         (("--set", "tile_m=100"), "tile_m is 100; supported are 64, 128"),
         (("--mutant", "drop k_slot.release()"), "mma: drop k_slot.release() #2 (line"),
+        (("--set", "stages=9"), "bytes of shared memory with barriers; a CTA has 232448"),
         (("--mutant", "nonsense"), "no mutant"),
         (("--roles", "/nowhere.py"), "nowhere.py"),
         (("--cycles", "9:3"), "invalid"),

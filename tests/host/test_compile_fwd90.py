@@ -146,13 +146,16 @@ def calls(role, phases: int) -> dict[str, int]:
 
 def expected(config: ForwardConfig) -> dict[str, int]:
     """Counts that follow from schedule and tiles."""
-    verbs = calls(ForwardRoles.mma, phases=1 + (config.causal or config.right) + config.left)
+    phases = 1 + (config.causal or config.right) + config.left + config.fixed_shift
+    verbs = calls(ForwardRoles.mma, phases)
     exponentials = config.tile_n * MMA_ROWS // 128 * (1 + config.softcap)  # of a block
     exponentials += 2  # one correction for each row
     return {
         "waits": verbs["wait_mma"],
         "hgmma": verbs["qk"] * (config.tile_d // MMA_K) + verbs["pv"] * (config.tile_n // MMA_K),
-        "exp2": (verbs["softmax_first"] + verbs["softmax"]) * exponentials + 4 * config.sink,
+        "exp2": (verbs["softmax_first"] + verbs["softmax"]) * exponentials
+        + 4 * config.sink
+        - 2 * config.fixed_shift,  # nothing to correct in that phase
     }
 
 

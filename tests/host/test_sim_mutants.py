@@ -45,6 +45,12 @@ def test_the_kernel_itself_is_not_reported(jury):
     assert jury.verdict(mutants.Mutant("nothing", 0, False, Variation)) is None
 
 
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_is_listed_as_harmless_is_not_reported(name, jury):
+    """A reason that holds no longer must not stay on the list."""
+    assert jury.verdict(MUTANTS[name]) is None
+
+
 @pytest.mark.parametrize("mutant", SYNCHRONISING, ids=lambda m: f"{m.line} {m.name}")
 def test_a_dropped_or_moved_synchronisation_is_reported(mutant, jury):
     assert jury.verdict(mutant)
