@@ -26,6 +26,10 @@ class CallOptions(NamedTuple):
         window_right: keys after it, at least 1; -1 is no limit, or ``causal``.
         softcap: scores are capped to this; 0 is no cap.
         sink: (heads_q,) logits that add to the denominator, or None.
+        cu_seqlens_q: (batch + 1,) rows where sequences begin and end in packed q; None if q is not packed.
+        cu_seqlens_k: (batch + 1,) the same of packed k and v.
+        seqused_q: (batch,) queries in use; None if all are.
+        seqused_k: (batch,) keys in use; None if all are.
     """
 
     softmax_scale: float
@@ -35,11 +39,19 @@ class CallOptions(NamedTuple):
     window_right: int = NO_LIMIT
     softcap: float = 0.0
     sink: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    seqused_q: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple:
+        """Tensors among them, or None in their places."""
+        return self[CallOptions._fields.index("sink") :]
 
     @property
     def flags(self) -> tuple:
         """What of them decides about the kernel, as plain values."""
-        sink = self.sink
         return (
             self.causal,
             self.softmax_scale < 0,
@@ -47,13 +59,17 @@ class CallOptions(NamedTuple):
             self.window_left >= 0,
             self.window_right >= 0,
             self.softcap != 0,
-            None if sink is None else (sink.shape, sink.dtype, sink.device),
+            *[None if x is None else (x.shape, x.dtype, x.device) for x in self.tensors],
         )
+
+    def batch(self, q) -> int:
+        """Sequences of a call whose queries are ``q``."""
+        return q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """Hashable facts of one dense attention call.
+    """Hashable facts of one attention call.
 
     Attributes:
         dtype: element type of q, k, v and out.
@@ -71,6 +87,10 @@ class AttentionProblem:
         window_right: a window limits the keys after it, and lets some through (none is ``causal``).
         softcap: scores are capped.
         sink: each query head has a logit that adds to the softmax denominator.
+        cu_q: queries are packed; ``seqlen_q`` is their mean length, rounded up.
+        cu_k: keys and values are packed; ``seqlen_k`` is their mean length, rounded up.
+        used_q: queries in use are counted for each sequence.
+        used_k: keys in use are counted for each sequence.
     """
 
     dtype: torch.dtype
@@ -88,6 +108,15 @@ class AttentionProblem:
     window_right: bool = False
     softcap: bool = False
     sink: bool = False
+    cu_q: bool = False
+    cu_k: bool = False
+    used_q: bool = False
+    used_k: bool = False
+
+    @property
+    def varlen(self) -> bool:
+        """Lengths of sequences are known on the GPU only."""
+        return self.cu_q or self.cu_k or self.used_q or self.used_k
 
     @property
     def gqa_ratio(self) -> int:
@@ -101,13 +130,17 @@ class AttentionProblem:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Names of what modifies or masks scores."""
+        """Names of what modifies or masks scores, or says how long sequences are."""
         given = {
             "causal": self.causal,
             "window at the left": self.window_left,
             "window at the right": self.window_right,
             "softcap": self.softcap,
             "sink": self.sink,
+            "cu_seqlens_q": self.cu_q,
+            "cu_seqlens_k": self.cu_k,
+            "seqused_q": self.used_q,
+            "seqused_k": self.used_k,
         }
         return tuple(name for name, present in given.items() if present)
 
@@ -119,12 +152,12 @@ class AttentionProblem:
 
     @classmethod
     def from_tensors(cls, q, k, v, **options):
-        """Check a dense call and return its facts.
+        """Check a call and return its facts.
 
         Args:
-            q: (batch, seqlen_q, heads_q, head_dim), float16 or bfloat16.
-            k: (batch, seqlen_k, heads_kv, head_dim).
-            v: (batch, seqlen_k, heads_kv, head_dim_v).
+            q: (batch, seqlen_q, heads_q, head_dim), or packed (total_q, heads_q, head_dim), float16 or bfloat16.
+            k: (batch, seqlen_k, heads_kv, head_dim), or packed.
+            v: (batch, seqlen_k, heads_kv, head_dim_v), or packed as k.
             options: fields of ``CallOptions``.
 
         Raises:
@@ -137,15 +170,21 @@ class AttentionProblem:
     def of_call(cls, q, k, v, options: CallOptions):
         """As ``from_tensors``."""
         check_call(q, k, v, options)
+        batch = options.batch(q)
+
+        def mean_length(x, packed):
+            return -(-x.shape[0] // max(batch, 1)) if packed else x.shape[1]
+
+        cu_q, cu_k, used_q, used_k = (x is not None for x in options.tensors[1:])
         return cls(
             dtype=q.dtype,
-            batch=q.shape[0],
-            seqlen_q=q.shape[1],
-            seqlen_k=k.shape[1],
-            heads_q=q.shape[2],
-            heads_kv=k.shape[2],
-            head_dim=q.shape[3],
-            head_dim_v=v.shape[3],
+            batch=batch,
+            seqlen_q=mean_length(q, cu_q),
+            seqlen_k=mean_length(k, cu_k),
+            heads_q=q.shape[-2],
+            heads_kv=k.shape[-2],
+            head_dim=q.shape[-1],
+            head_dim_v=v.shape[-1],
             causal=options.causal,
             negative_scale=options.softmax_scale < 0,
             pack_gqa=options.pack_gqa,
@@ -153,32 +192,43 @@ class AttentionProblem:
             window_right=options.window_right >= 0,
             softcap=options.softcap != 0,
             sink=options.sink is not None,
+            cu_q=cu_q,
+            cu_k=cu_k,
+            used_q=used_q,
+            used_k=used_k,
         )
 
 
 def check_call(q, k, v, options: CallOptions):
     """Check everything about a call; see the checks for what they raise."""
-    check_tensors(q, k, v)
+    packed_q, packed_k = options.cu_seqlens_q is not None, options.cu_seqlens_k is not None
+    check_tensors(q, k, v, packed_q, packed_k)
     check_sizes(q, k, v)
+    check_lengths(q, k, options)
     check_scale(options.softmax_scale)
     check_softcap(options)
     if options.sink is not None:
         check_sink(options.sink, q)
 
 
-def check_tensors(q, k, v):
+def check_tensors(q, k, v, packed_q: bool = False, packed_k: bool = False):
     """Check types, ranks, dtypes and devices of q, k and v.
 
     Raises:
         TypeError: not a tensor, or a dtype other than float16 and bfloat16, or mixed dtypes.
-        ValueError: not 4-dimensional, or on different devices.
+        ValueError: not 4-dimensional, or 3-dimensional if packed, or on different devices.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    for name, x, packed in (("q", q, packed_q), ("k", k, packed_k), ("v", v, packed_k)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.ndim != 4:
+        if packed and x.ndim != 3:
+            raise ValueError(
+                f"packed {name} must have 3 dimensions (total, heads, head_dim), got shape {tuple(x.shape)}"
+            )
+        if not packed and x.ndim != 4:
             raise ValueError(
                 f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), got shape {tuple(x.shape)}"
+                + ("; packed sequences need cu_seqlens" if x.ndim == 3 else "")
             )
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} is {x.dtype}; supported are torch.float16 and torch.bfloat16")
@@ -263,24 +313,54 @@ def check_sizes(q, k, v):
     Raises:
         ValueError: with the sizes, the limit and the nearest supported choice.
     """
-    if k.shape[:3] != v.shape[:3]:
+    if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
             f"k and v must agree in batch, seqlen and heads, got k {tuple(k.shape)} and v {tuple(v.shape)}"
         )
-    if q.shape[0] != k.shape[0]:
+    if q.ndim == k.ndim == 4 and q.shape[0] != k.shape[0]:
         raise ValueError(f"q and k must agree in batch, got {q.shape[0]} and {k.shape[0]}")
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k must agree in head_dim, got {q.shape[3]} and {k.shape[3]}")
-    heads_q, heads_kv = q.shape[2], k.shape[2]
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k must agree in head_dim, got {q.shape[-1]} and {k.shape[-1]}")
+    heads_q, heads_kv = q.shape[-2], k.shape[-2]
     if (heads_kv == 0 and heads_q != 0) or (heads_kv != 0 and heads_q % heads_kv):
         raise ValueError(
             f"query heads must be a multiple of KV heads, got {heads_q} query heads and {heads_kv} KV heads"
         )
     for name, x in (("q", q), ("k", k)):
-        if x.shape[1] > MAX_SEQLEN:
-            raise ValueError(f"seqlen of {name} is {x.shape[1]}; supported are up to {MAX_SEQLEN}")
-    check_head_dim("head_dim of q and k", q.shape[3])
-    check_head_dim("head_dim of v", v.shape[3])
+        if x.shape[-3] > MAX_SEQLEN:
+            raise ValueError(f"{name} has {x.shape[-3]} rows; supported are up to {MAX_SEQLEN}")
+    check_head_dim("head_dim of q and k", q.shape[-1])
+    check_head_dim("head_dim of v", v.shape[-1])
+
+
+def check_lengths(q, k, options: CallOptions):
+    """Check the tensors that say where sequences lie and how long they are; their values are the caller's business.
+
+    Raises:
+        TypeError: not a tensor of int32 or int64.
+        ValueError: wrong shape or device, or numbers of sequences that differ.
+    """
+    batch = None
+    for name, x in zip(CallOptions._fields[-4:], options.tensors[1:], strict=True):
+        if x is None:
+            continue
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} is {x.dtype}; supported are torch.int32 and torch.int64")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on {q.device} as q, got {x.device}")
+        cumulative = name.startswith("cu")
+        if x.ndim != 1 or (cumulative and x.shape[0] == 0):
+            size = "batch + 1" if cumulative else "batch"
+            raise ValueError(f"{name} must have shape ({size},), got {tuple(x.shape)}")
+        batch = options.batch(q) if batch is None else batch
+        if x.shape[0] - cumulative != batch:
+            raise ValueError(
+                f"q holds {batch} sequences, {name} of shape {tuple(x.shape)} speaks of {x.shape[0] - cumulative}"
+            )
+    if batch is not None and k.ndim == 4 and k.shape[0] != batch:
+        raise ValueError(f"q holds {batch} sequences, k and v hold {k.shape[0]}")
 
 
 def check_head_dim(name: str, head_dim: int):

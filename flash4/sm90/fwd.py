@@ -13,7 +13,7 @@ Steady state, per KV block (counted down from the last):
 Config and graph are in ``fwd_config``, the schedule in ``fwd_roles``, its verbs in ``fwd_ops``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -26,27 +26,18 @@ from cutlass.tensor_utils import LayoutEnum
 
 from flash4.common.graph import WARPGROUP
 from flash4.common.numerics import LOG2E, opaque
+from flash4.common.shares import find_share
 from flash4.common.tiles import Grid, TileSchedule
+from flash4.common.varlen import Sequences, VarlenSchedule
 from flash4.sm90.fwd_config import MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT, ForwardConfig
 from flash4.sm90.fwd_ops import LoadOps, MmaOps, Operand, Turn, element, make_row_state
 from flash4.sm90.fwd_roles import ForwardRoles
-
-
-def packed_view(x, heads_kv):
-    """View (B, S, H, D) as ((H / heads_kv, S), D, heads_kv, B): the row mode that a tile of packed heads cuts."""
-    batch, seqlen, heads, head_dim = x.shape
-    s_batch, s_seqlen, s_head, s_dim = x.stride
-    ratio = heads // heads_kv
-    layout = cute.make_layout(
-        ((ratio, seqlen), head_dim, heads_kv, batch),
-        stride=((s_head, s_seqlen), s_dim, s_head * ratio, s_batch),
-    )
-    return cute.make_tensor(x.iterator, layout)
-
-
-def permuted_view(x, order):
-    """View with the modes of x in another order."""
-    return cute.make_tensor(x.iterator, cute.select(x.layout, mode=order))
+from flash4.sm90.fwd_views import (
+    packed_view,
+    permuted_view,
+    ragged_packed_view,
+    ragged_values_view,
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +50,7 @@ class RunTime:
     left: object  # sides of the window, Int32
     right: object
     sink: object  # (H,), float32
+    sequences: object  # Sequences; None where all are as long as their tensors
 
 
 class ForwardSm90:
@@ -100,8 +92,16 @@ class ForwardSm90:
             tensor(batch, seqlen_q, heads, head_dim_v),
             lse,
         )
+
+        def vector(dtype, size):
+            return cute.runtime.make_fake_tensor(dtype, (size,), stride=(1,), assumed_align=4)
+
         optional = {
-            "sink": cute.runtime.make_fake_tensor(Float32, (heads,), stride=(1,), assumed_align=4)
+            "sink": vector(Float32, heads),
+            "cu_seqlens_q": vector(Int32, cute.sym_int()),
+            "cu_seqlens_k": vector(Int32, cute.sym_int()),
+            "seqused_q": vector(Int32, cute.sym_int()),
+            "seqused_k": vector(Int32, cute.sym_int()),
         }
         tensors += tuple(optional[name] for name in self.config.optional_tensors)
         types = {"scale": Float32, "cap_scale": Float32, "left": Int32, "right": Int32}
@@ -137,8 +137,8 @@ class ForwardSm90:
         operands = (
             operand(load, packed_view(q, heads_kv), layouts[0], (q_rows, c.tile_d)),
             operand(load, permuted_view(k, [1, 3, 2, 0]), layouts[1], (c.tile_n, c.tile_d)),
-            operand(load, permuted_view(v, [3, 1, 2, 0]), layouts[2], (c.tile_dv, c.tile_n)),
-            operand(save, packed_view(o, heads_kv), layouts[3], (o_rows, c.tile_dv)),
+            operand(load, self._values_view(v), layouts[2], (c.tile_dv, c.tile_n)),
+            operand(save, self._out_view(o, heads_kv), layouts[3], (o_rows, c.tile_dv)),
         )
         grid = Grid(
             m_blocks=cute.ceil_div(q.shape[1], c.tile_q),
@@ -146,6 +146,10 @@ class ForwardSm90:
             heads_kv=heads_kv,
             batch=q.shape[0],
         )
+        total = grid.total
+        if cutlass.const_expr(c.cu_q):  # each sequence may have a tile that is not full
+            sequences = optional["cu_seqlens_q"].shape[0] + 1
+            total = grid.total + sequences * grid.groups * heads_kv
         numbers = dict(zip(c.numbers, numbers, strict=True))
         run_time = RunTime(
             lse=lse,
@@ -154,14 +158,36 @@ class ForwardSm90:
             left=numbers.get("left"),
             right=numbers.get("right"),
             sink=optional.get("sink"),
+            sequences=self._sequences(q, k, optional) if c.varlen else None,
         )
         self.kernel(
             (mma_qk, mma_pv), operands, run_time, grid, section, (q.shape[1], k.shape[1])
         ).launch(
-            grid=(cutlass.min(grid.total, workers), 1, 1),
+            grid=(cutlass.min(total, workers), 1, 1),
             block=(self.graph.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+        )
+
+    def _values_view(self, v):
+        """V as its loads cut it, (Dv, S, heads_kv, B); see ``LoadOps``."""
+        return ragged_values_view(v) if self.config.v_is_ragged else permuted_view(v, [3, 1, 2, 0])
+
+    def _out_view(self, o, heads_kv):
+        """O as its stores cut it, ((heads per KV head, S), Dv, heads_kv, B); see ``MmaOps``."""
+        return ragged_packed_view(o, heads_kv) if self.config.cu_q else packed_view(o, heads_kv)
+
+    def _sequences(self, q, k, optional):
+        """Sequences of a call whose lengths are in tensors."""
+        cu_q = optional.get("cu_seqlens_q")
+        return Sequences(
+            batch=q.shape[0] if cu_q is None else cu_q.shape[0] - 1,
+            rows_q=q.shape[1],
+            rows_k=k.shape[1],
+            cu_q=cu_q,
+            cu_k=optional.get("cu_seqlens_k"),
+            used_q=optional.get("seqused_q"),
+            used_k=optional.get("seqused_k"),
         )
 
     def _tiled_mmas(self):
@@ -216,7 +242,8 @@ class ForwardSm90:
             for operand in operands:
                 cpasync.prefetch_descriptor(operand.atom)
         smem = SmemAllocator()
-        sQ, sK, sV, sO = self._allocate(smem)
+        pointers = self._allocate(smem)
+        sQ, sK, sV, sO = self._smem_tensors(pointers)
         # Opaque: ptxas would read the lane id anew for every release in the loop.
         lane = opaque(thread)
         q_producer, q_consumer = self._open_ring(smem, "q", lane)
@@ -226,31 +253,45 @@ class ForwardSm90:
         cute.arch.sync_threads()
 
         blocks = c.blocks(run_time.left, run_time.right)
-        tiles = TileSchedule(blocks, grid, section, worker, workers, *seqlens)
+        if cutlass.const_expr(c.varlen):
+            tiles = VarlenSchedule(blocks, grid, run_time.sequences)
+            costs = cute.make_tensor(
+                cute.recast_ptr(pointers["k"], dtype=cutlass.Int64),
+                cute.make_layout(self.graph.threads),
+            )
+            share = find_share(tiles, costs, thread, self.graph.threads, worker, workers)
+            tiles = replace(tiles, share=share)
+            mma_tiles = replace(tiles, keeps_place=False)  # registers are scarce there
+        else:
+            tiles = TileSchedule(blocks, grid, section, worker, workers, *seqlens)
+            mma_tiles = tiles
         load, mma = self.graph.role("load"), self.graph.role("mma")
         if group == 0:
             cute.arch.setmaxregister_decrease(load.registers)
             if warp == 0:
-                ops = LoadOps(c, *operands[:3], sQ, sK, sV)
+                ops = LoadOps(c, tiles, *operands[:3], sQ, sK, sV)
                 self.roles.load(ops, tiles, q_producer, k_producer, v_producer)
         else:
             cute.arch.setmaxregister_increase(mma.registers)
             mine = group - mma.warpgroups.start
             smem_tensors = (sQ, sK, sV, sO[None, None, mine])
             ops = self._mma_ops(
-                mmas, smem_tensors, operands[3], run_time, tiles, (thread % WARPGROUP, mine)
+                mmas, smem_tensors, operands[3], run_time, mma_tiles, (thread % WARPGROUP, mine)
             )
             turn = Turn(mine, c.mma_warpgroups, c.turns and c.mma_warpgroups > 1)
-            self.roles.mma(ops, tiles, q_consumer, k_consumer, v_consumer, turn)
+            self.roles.mma(ops, mma_tiles, q_consumer, k_consumer, v_consumer, turn)
 
     def _allocate(self, smem):
-        """Shared-memory tensors of Q, K, V and O, by the graph's map."""
-        dtype, tensors = element(self.config), []
-        pointers = {
+        """Pointers to the shared memory of each buffer that has its own, by the graph's map."""
+        return {
             name: smem.allocate(nbytes, byte_alignment=SMEM_ALIGN)
             for name, nbytes in self.graph.allocations().items()
         }
-        for buffer, layout in zip(self.graph.buffers, self._smem_layouts(), strict=True):
+
+    def _smem_tensors(self, pointers):
+        """Shared-memory tensors of Q, K, V and O."""
+        dtype, tensors = element(self.config), []
+        for buffer, layout in zip(self.graph.buffers, self._smem_layouts(), strict=False):
             pointer = pointers[buffer.borrows or buffer.name]
             pointer = cute.recast_ptr(pointer, swizzle_=layout.inner, dtype=dtype)
             tensors.append(cute.make_tensor(pointer, layout.outer))

@@ -3,15 +3,19 @@
 from dataclasses import dataclass
 
 from flash4.common.geometry import KvBlocks, Phase, imax, imin
-from flash4.common.graph import Buffer, PipelineGraph, Ring, Role
+from flash4.common.graph import WARPGROUP, Buffer, PipelineGraph, Ring, Role
 
 SMEM_LIMIT = 232_448  # bytes of shared memory that one sm_90 CTA can have (227 KiB)
 SMEM_ALIGN = 1_024  # the 128-byte swizzle repeats every 1,024 bytes
 ELEMENT_BYTES = 2
+COST_BYTES = 8
 MMA_ROWS = 64  # rows of one warpgroup's WGMMA
 TILE_DIM_STEP = 32  # head dims are padded in shared memory to a multiple of this
 KEY_STEP = 16  # keys that one WGMMA of P V contracts
 MAX_HEAD_DIM = 256
+# Registers per thread of ``mma`` and of ``load``, by warpgroups of ``mma``. Decoding tiles of sequences takes more.
+REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32), 4: (112, 24)}
+VARLEN_REGISTERS = {1: (256, 56), 2: (232, 40), 3: (152, 56), 4: (112, 56)}
 PACKS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -38,6 +42,10 @@ class ForwardConfig:
         right: a window limits the keys after it, and lets some through (none is ``causal``).
         softcap: scores are capped: cap * tanh(scale * score / cap), with the cap a run-time value.
         sink: each query head has a logit that adds to the denominator only.
+        cu_q: queries of all sequences are packed, (total, heads, head_dim); cumulative lengths say where each begins.
+        cu_k: the same of keys and values.
+        used_q: not all stored queries of a sequence are in use; the others give 0.
+        used_k: not all stored keys of a sequence are in use; the others are never seen.
     """
 
     bf16: bool
@@ -56,6 +64,10 @@ class ForwardConfig:
     right: bool = False
     softcap: bool = False
     sink: bool = False
+    cu_q: bool = False
+    cu_k: bool = False
+    used_q: bool = False
+    used_k: bool = False
 
     def __post_init__(self):
         if self.tile_m % MMA_ROWS or not 1 <= self.mma_warpgroups <= 4:
@@ -77,6 +89,16 @@ class ForwardConfig:
     def mma_warpgroups(self) -> int:
         """Warpgroups of the ``mma`` role."""
         return self.tile_m // MMA_ROWS
+
+    @property
+    def varlen(self) -> bool:
+        """Sequences differ in length."""
+        return self.cu_q or self.cu_k or self.used_q or self.used_k
+
+    @property
+    def v_is_ragged(self) -> bool:
+        """Values may lie in memory behind the keys in use, where a tile's last block would read them."""
+        return self.cu_k or self.used_k
 
     @property
     def tile_q(self) -> int:
@@ -101,7 +123,13 @@ class ForwardConfig:
     @property
     def optional_tensors(self) -> tuple[str, ...]:
         """Tensors that the launch takes after q, k, v, out and lse, in order."""
-        given = {"sink": self.sink}
+        given = {
+            "sink": self.sink,
+            "cu_seqlens_q": self.cu_q,
+            "cu_seqlens_k": self.cu_k,
+            "seqused_q": self.used_q,
+            "seqused_k": self.used_k,
+        }
         return tuple(name for name, present in given.items() if present)
 
     def first_query(self, tile, warpgroup):
@@ -114,7 +142,10 @@ class ForwardConfig:
             return 0
         last_query = self.first_query(tile, warpgroup) + MMA_ROWS // self.pack - 1
         end = tile.first_block + tile.n_blocks
-        return end - tiles.blocks.until(last_query, *tiles.lengths(tile))
+        unseen = end - tiles.blocks.until(last_query, *tiles.lengths(tile))
+        if self.varlen:  # a tile without queries in use visits one block, whatever they would see
+            unseen = imin(imax(unseen, 0), tile.n_blocks - 1)
+        return unseen
 
     def phases(self, tile, warpgroup, tiles) -> tuple[Phase, ...]:
         """Blocks after the warpgroup's first (which is always masked).
@@ -180,9 +211,17 @@ class ForwardConfig:
         load --[v x2 tma->warps]--> mma
         """
         groups = self.mma_warpgroups
-        mma_regs, load_regs = {1: (256, 56), 2: (240, 24), 3: (160, 32), 4: (112, 24)}[groups]
+        mma_regs, load_regs = (VARLEN_REGISTERS if self.varlen else REGISTERS)[groups]
         load = Role("load", range(0, 1), 1, load_regs)
         mma = Role("mma", range(1, 1 + groups), 4 * groups, mma_regs)
+        buffers = [
+            Buffer("q", self.q_bytes),
+            Buffer("k", self.stages * self.k_bytes),
+            Buffer("v", self.stages * self.v_bytes),
+            Buffer("o", self.o_bytes, borrows="q" if self.o_borrows_q else None),
+        ]
+        if self.varlen:  # one cost for each thread, before any role begins
+            buffers.append(Buffer("costs", COST_BYTES * (groups + 1) * WARPGROUP, borrows="k"))
         return PipelineGraph(
             roles=(load, mma),
             rings=(
@@ -190,12 +229,7 @@ class ForwardConfig:
                 Ring("k", load, mma, self.stages, self.k_bytes),
                 Ring("v", load, mma, self.stages, self.v_bytes),
             ),
-            buffers=(
-                Buffer("q", self.q_bytes),
-                Buffer("k", self.stages * self.k_bytes),
-                Buffer("v", self.stages * self.v_bytes),
-                Buffer("o", self.o_bytes, borrows="q" if self.o_borrows_q else None),
-            ),
+            buffers=tuple(buffers),
         )
 
 
@@ -225,6 +259,10 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
         right=problem.window_right,
         softcap=problem.softcap,
         sink=problem.sink,
+        cu_q=problem.cu_q,
+        cu_k=problem.cu_k,
+        used_q=problem.used_q,
+        used_k=problem.used_k,
         **tile,
     )
     return config, (why_tile, why_pack)

@@ -75,9 +75,10 @@ class LoadOps:
     """Verbs of the ``load`` role."""
 
     config: ForwardConfig
+    tiles: object
     q: Operand  # ((heads per KV head, S), D, heads_kv, B)
     k: Operand  # (S, D, heads_kv, B)
-    v: Operand  # (Dv, S, heads_kv, B)
+    v: Operand  # (Dv, S, heads_kv, B); with the mode of a ragged view before B if the config says so
     sQ: cute.Tensor  # (tile_m, tile_d, 1)
     sK: cute.Tensor  # (tile_n, tile_d, stages)
     sV: cute.Tensor  # (tile_dv, tile_n, stages)
@@ -86,31 +87,32 @@ class LoadOps:
         """Fill a Q slot with the tile's queries; rows past the sequence become zero."""
         c = self.config
         tiler = ((c.pack, c.tile_q), c.tile_d)
-        gQ = cute.local_tile(
-            self.q.tensor[None, None, tile.head_kv, tile.batch],
-            tiler,
-            ((tile.group, tile.m_block), 0),
-        )
+        place = self.tiles.place(tile)
+        mQ = self.q.tensor[None, None, place.head_kv, place.batch_q]
+        if c.cu_q:  # what comes after the sequence are rows of their own: they do no harm
+            mQ = cute.domain_offset(((0, place.row_q), 0), mQ)
+        gQ = cute.local_tile(mQ, tiler, ((place.group, tile.m_block), 0))
         tma_load(self.q.atom, gQ, self.sQ, slot)
 
     def load_k(self, tile, n_block, slot):
         """Fill a K slot with block ``n_block`` of those that the tile visits."""
-        c = self.config
-        gK = cute.local_tile(
-            self.k.tensor[None, None, tile.head_kv, tile.batch],
-            (c.tile_n, c.tile_d),
-            (tile.first_block + n_block, 0),
-        )
+        c, place = self.config, self.tiles.place(tile)
+        mK = self.k.tensor[None, None, place.head_kv, place.batch_k]
+        if c.cu_k:  # keys after the sequence are masked
+            mK = cute.domain_offset((place.row_k, 0), mK)
+        gK = cute.local_tile(mK, (c.tile_n, c.tile_d), (tile.first_block + n_block, 0))
         tma_load(self.k.atom, gK, self.sK, slot)
 
     def load_v(self, tile, n_block, slot):
         """Fill a V slot with block ``n_block`` of those that the tile visits."""
-        c = self.config
-        gV = cute.local_tile(
-            self.v.tensor[None, None, tile.head_kv, tile.batch],
-            (c.tile_dv, c.tile_n),
-            (0, tile.first_block + n_block),
-        )
+        c, place = self.config, self.tiles.place(tile)
+        if c.v_is_ragged:  # values after the sequence become zero: 0 * NaN would be NaN
+            seqlen = self.tiles.lengths(tile)[1]
+            mV = self.v.tensor[None, None, place.head_kv, place.row_k + seqlen, place.batch_k]
+            mV = cute.domain_offset((0, cute.size(mV, mode=[1]) - seqlen), mV)
+        else:
+            mV = self.v.tensor[None, None, place.head_kv, place.batch_k]
+        gV = cute.local_tile(mV, (c.tile_dv, c.tile_n), (0, tile.first_block + n_block))
         tma_load(self.v.atom, gV, self.sV, slot)
 
 
@@ -238,7 +240,7 @@ class MmaOps:
     inv_scale_log2: Float32
     thread: Int32  # in the warpgroup
     warpgroup: Int32  # among the MMA warpgroups
-    o: Operand  # ((heads per KV head, S), Dv, heads_kv, B)
+    o: Operand  # ((heads per KV head, S), Dv, heads_kv, B); of packed queries a ragged view instead of B
     sO: cute.Tensor  # (64, tile_dv) of this warpgroup
     mLSE: cute.Tensor  # (B, H, S)
     mSink: object  # (H,) float32, or None
@@ -386,11 +388,12 @@ class MmaOps:
 
     def store(self, tile):
         """O / l and LSE = ln 2 (shift + log2 l) to global memory; a row without keys gives 0, and -inf or its sink."""
-        self._finish_rows(tile)
-        self._store_o(tile)
+        place = self.tiles.place(tile)
+        self._finish_rows(tile, place)
+        self._store_o(tile, place)
 
     @cute.jit
-    def _finish_rows(self, tile):
+    def _finish_rows(self, tile, place):
         c, state, tiles, mLSE = self.config, self.state, self.tiles, self.mLSE
         O = rows_of(self.tOrO)
         heads_per_kv = mLSE.shape[1] // tiles.grid.heads_kv
@@ -399,8 +402,8 @@ class MmaOps:
             empty = total == 0.0
             row = self._query_row(r)
             query = tile.m_block * c.tile_q + row // c.pack
-            head_in_kv = tile.group * c.pack + row % c.pack
-            head = tile.head_kv * heads_per_kv + head_in_kv
+            head_in_kv = place.group * c.pack + row % c.pack
+            head = place.head_kv * heads_per_kv + head_in_kv
             lse = (state.shift_log2[r] + cute.math.log2(total, fastmath=True)) * LN2
             lse = cutlass.select_(empty, -Float32.inf, lse)
             inverse = cute.arch.rcp_approx(total)
@@ -409,14 +412,20 @@ class MmaOps:
                     head, mLSE.shape[1] - 1
                 )  # a packed row may have no head
                 lse, inverse = with_sink(state.shift_log2[r], total, self.mSink[head_with_sink])
+            if cutlass.const_expr(
+                c.varlen
+            ):  # rows in memory that are of no sequence, or not in use
+                unused = query >= tiles.lengths(tile)[0]
+                empty = empty | unused
+                lse = cutlass.select_(unused, -Float32.inf, lse)
             for j in cutlass.range_constexpr(c.tile_dv // 4):
                 # Selected, not multiplied by 0: O of a row without keys may hold 0 * NaN.
                 O[r, j] = cutlass.select_(empty, Float32(0.0), O[r, j] * inverse)
-            if (self.thread % 4 == 0) & (query < tiles.seqlen_q) & (head_in_kv < heads_per_kv):
-                mLSE[tile.batch, head, query] = lse
+            if (self.thread % 4 == 0) & (query < place.stored_q) & (head_in_kv < heads_per_kv):
+                mLSE[place.batch_q, head, place.row_q + query] = lse
 
     @cute.jit
-    def _store_o(self, tile):
+    def _store_o(self, tile, place):
         """Registers -> shared memory -> TMA, this warpgroup's 64 rows only; rows past the sequence are clipped."""
         c = self.config
         dtype = element(c)
@@ -440,8 +449,14 @@ class MmaOps:
         cute.arch.barrier(barrier_id=barrier_id, number_of_threads=128)
         if storing_warp:
             rows = ((c.pack, MMA_ROWS // c.pack), c.tile_dv)
-            at = ((tile.group, tile.m_block * c.mma_warpgroups + self.warpgroup), 0)
-            gO = cute.local_tile(self.o.tensor[None, None, tile.head_kv, tile.batch], rows, at)
+            at = ((place.group, tile.m_block * c.mma_warpgroups + self.warpgroup), 0)
+            if cutlass.const_expr(c.cu_q):  # what comes after the sequence is not written
+                stored = place.stored_q
+                mO = self.o.tensor[None, None, place.head_kv, place.row_q + stored]
+                mO = cute.domain_offset(((0, cute.size(mO, mode=[0, 1]) - stored), 0), mO)
+            else:
+                mO = self.o.tensor[None, None, place.head_kv, place.batch_q]
+            gO = cute.local_tile(mO, rows, at)
             tOsO, tOgO = cpasync.tma_partition(
                 self.o.atom,
                 0,

@@ -17,13 +17,13 @@ def check(problem: Problem, seed: int = 0) -> None:
     """Compare out and lse with the reference; plainly, and in a guarded buffer with the same bits."""
     inputs = problem.tensors(DEVICE, seed)
     keywords = problem.keywords(DEVICE)
-    out, lse = flash4.flash_attn_func(*inputs, return_lse=True, **keywords)
+    out, lse = problem.function(*inputs, return_lse=True, **keywords)
     assert_forward_close(out, lse, inputs, **keywords)
     buffer = guarded(tuple(out.shape), out.dtype, DEVICE)
-    written = flash4.flash_attn_func(*inputs, out=buffer.tensor, **keywords)
+    written = problem.function(*inputs, out=buffer.tensor, **keywords)
     buffer.check(written=True)
     assert written is buffer.tensor and torch.equal(written, out)
-    assert torch.equal(flash4.flash_attn_func(*inputs, **keywords), out), "return_lse changes out"
+    assert torch.equal(problem.function(*inputs, **keywords), out), "return_lse changes out"
 
 
 SQUARE = dict(batch=2, heads_kv=2, seqlen_q=300, seqlen_k=300)

@@ -97,6 +97,28 @@ def with_features() -> dict[str, ForwardConfig]:
     named["128/128 full, cap"] = config_for(128, 128, softcap=True)
     named["64/64 causal, cap"] = config_for(64, 64, True, softcap=True)
     named["128/128 causal, sink"] = config_for(128, 128, True, sink=True)
+    packed = {"cu_q": True, "cu_k": True}
+    every = {**packed, "used_q": True, "used_k": True}
+    named |= {
+        f"{d}/{dv} {mask}, packed": config_for(d, dv, MASKS[mask], **packed)
+        for d, dv in ((64, 64), (128, 128), (192, 128), (256, 256))
+        for mask in MASKS
+    }
+    named |= {
+        f"{d}/{dv} everything": config_for(
+            d, dv, **WINDOWS["causal, left"], **cap_and_sink, **every, pack=4
+        )
+        for d, dv in (
+            (64, 64),
+            (96, 96),
+            (128, 128),
+            (160, 160),
+            (192, 192),
+            (224, 224),
+            (256, 256),
+        )
+    }
+    named["128/128 causal, keys in use"] = config_for(128, 128, True, used_k=True, pack=8)
     return named
 
 

@@ -57,7 +57,8 @@ class Launch:
             "softcap": cap,
             "causal": config.causal,
             "window_size": (numbers.get("left"), numbers.get("right")),
-            "learnable_sink": optional.get("sink"),
+            "learnable_sink": optional.pop("sink", None),
+            **optional,
         }
 
 
@@ -68,6 +69,10 @@ def run_reference(launch):
         assert x.stride(-1) == 1 and x.data_ptr() % 16 == 0, "TMA cannot address it"
         assert not any(stride % 8 for stride in x.stride()[:-1]), x.stride()
     q, k, v, out = operands
+    if launch.config.cu_q:
+        q, out, lse = (x.squeeze(0) for x in (q, out, lse))
+    if launch.config.cu_k:
+        k, v = k.squeeze(0), v.squeeze(0)
     out32, lse32 = reference.attention(
         q, k, v, return_lse=True, compute_dtype=torch.float32, **launch.keywords
     )
@@ -132,6 +137,10 @@ def attention_problems(draw):
         window_right=not causal and draw(st.booleans()),
         softcap=draw(st.booleans()),
         sink=draw(st.booleans()),
+        cu_q=draw(st.booleans()),
+        cu_k=draw(st.booleans()),
+        used_q=draw(st.booleans()),
+        used_k=draw(st.booleans()),
     )
 
 
@@ -170,8 +179,14 @@ def test_plans_of_random_problems(problem):
     assert 0 <= grid.m_blocks * config.tile_q - problem.seqlen_q < config.tile_q
     assert 0 <= grid.groups * config.pack - problem.gqa_ratio < config.pack
     assert 1 <= plan.section <= grid.head_count
+    names = ("cu_q", "cu_k", "used_q", "used_k")
+    assert all(getattr(config, name) == getattr(problem, name) for name in names)
     sides = (5 if side else None for side in (problem.window_left, problem.window_right))
-    assert plan.schedule(WORKERS, *sides).step == min(WORKERS, grid.total)
+    if problem.varlen:
+        with pytest.raises(ValueError, match="GPU"):
+            plan.schedule(WORKERS, *sides)
+    else:
+        assert plan.schedule(WORKERS, *sides).step == min(WORKERS, grid.total)
     assert plan.reasons and not plan.rejected
 
 
@@ -450,7 +465,7 @@ def test_what_a_call_asks_for_reaches_the_kernel(problem):
     """Through the operator: with what a launch says alone, the reference gives what the call should."""
     inputs, keywords = problem.tensors(), problem.keywords()
     with stand_in_gpu():
-        out, lse = flash4.flash_attn_func(*inputs, return_lse=True, **keywords)
+        out, lse = problem.function(*inputs, return_lse=True, **keywords)
     expected, expected_lse = reference.attention(
         *inputs, return_lse=True, compute_dtype=torch.float32, **keywords
     )
@@ -701,5 +716,5 @@ def test_the_smoke_problems_are_taken(name):
     """What the GPU tests call is not refused: they run rarely, this test always."""
     problem = test_smoke.PROBLEMS[name]
     with stand_in_gpu() as launches:
-        flash4.flash_attn_func(*problem.tensors("cpu"), return_lse=True, **problem.keywords())
+        problem.function(*problem.tensors("cpu"), return_lse=True, **problem.keywords())
     assert launches

@@ -358,7 +358,7 @@ def test_windows_that_are_none(window, call):
 
 
 @both_calls
-@pytest.mark.parametrize("name", ["softmax_scal", "is_causal", "dropout", "window", "max_seqlen_q"])
+@pytest.mark.parametrize("name", ["softmax_scal", "is_causal", "dropout", "window", "max_seqlen"])
 def test_unknown_keywords(name, call):
     with pytest.raises(TypeError, match=name):
         call(*operands(), **{name: None})
