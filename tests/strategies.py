@@ -25,12 +25,12 @@ TILES = (64, 80, 112, 128, 192, 256)
 HEAD_DIMS = (64, 128, 96, 192, 256)
 FEATURES = ("window", "softcap", "sink", "lengths", "lengths")
 # Which of cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k a call has.
-LENGTHS = ((1, 1, 0, 0), (0, 0, 0, 1), (1, 1, 0, 1), (1, 0, 0, 1), (1, 1, 1, 1), (0, 1, 0, 0))
+LENGTHS = (*[(1, 1, 0, 0)] * 3, *[(0, 0, 0, 1)] * 2, (1, 0, 0, 1), (1, 1, 1, 1))
 FEATURE_HEAD_DIMS = (
-    (64, 64, torch.bfloat16),
-    (128, 128, torch.bfloat16),
-    (40, 64, torch.float16),
-    (192, 128, torch.bfloat16),
+    *[(128, 128, torch.bfloat16)] * 7,
+    *[(64, 64, torch.float16)] * 5,
+    *[(40, 56, torch.float16)] * 2,
+    *[(192, 128, torch.bfloat16)] * 3,
     (256, 256, torch.float16),
 )
 RATIOS = (1, 2, 3, 4, 5, 7, 8, 16)
@@ -313,7 +313,9 @@ def _add_features(choose: Choose, problem: Problem) -> Problem:
     head_dim, head_dim_v, dtype = choose(FEATURE_HEAD_DIMS)
     # Packed by choice of the library only, and by one ratio, for the same reason.
     changes = dict(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, pack_gqa=None)
-    changes["ratio"] = 1 if problem.ratio in (1, 2) else min(problem.ratio, 4)
+    changes["ratio"] = min(problem.ratio, choose((1, 1, 4)))
+    if changes["ratio"] != 4:
+        changes["ratio"] = 1
     if problem.softmax_scale is not None and problem.softmax_scale < 0:
         changes["softmax_scale"] = None
     if "window" in names:

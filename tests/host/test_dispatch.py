@@ -487,6 +487,22 @@ def test_new_sizes_of_features_ask_for_no_new_kernel():
     assert [launch.tensors[5][0].item() for launch in launches] == [0.5, -3.0, 0.0]
 
 
+def test_packed_outputs_real_and_fake():
+    """Shapes, strides and dtypes agree, also for heads-first queries; the operator takes packed calls."""
+    for q in (torch.randn(9, 4, 64).half(), torch.randn(4, 9, 64).half().transpose(0, 1)):
+        kv = torch.randn(12, 2, 64).half()
+        cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 4, 9], [0, 5, 12]))
+        lengths = (0.125, True, None, -1, -1, 0.0, None, cu_q, cu_k, None, cu_k[1:] - 5)
+        with stand_in_gpu():
+            real = ops.forward(q, kv, kv, *lengths)
+            torch.library.opcheck(ops.forward, (q, kv, kv, *lengths))
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = ops.forward(*(mode.from_tensor(x) for x in (q, kv, kv)), *lengths)
+        for r, f in zip(real, fake, strict=True):
+            assert (r.shape, r.stride(), r.dtype) == (f.shape, f.stride(), f.dtype)
+        assert real[1].shape == (4, 9) and real[0].stride() == q.stride()
+
+
 def test_sinks_of_any_layout_and_dtype():
     x = torch.randn(1, 5, 4, 8).half()
     wide = torch.randn(4, 3).t()
