@@ -9,12 +9,13 @@ import torch
 from flash4 import ops
 from flash4.dispatch import Plan
 from flash4.problem import (
+    LENGTHS,
     MAX_WINDOW,
     NO_LIMIT,
     CallOptions,
     check_lengths,
+    check_per_head,
     check_scale,
-    check_sink,
     check_softcap,
     check_tensors,
 )
@@ -28,7 +29,6 @@ _NEUTRAL = {
     "mask_mod": (None,),
     "aux_tensors": (None,),
     "block_mask": (None,),
-    "alibi_slopes": (None,),
     "dropout_p": (0.0,),
     "q_descale": (None,),
     "k_descale": (None,),
@@ -36,8 +36,6 @@ _NEUTRAL = {
     "num_splits": (0, 1),
     "page_table": (None,),
 }
-# Keywords of ``flash_attn_varlen_func`` that say where sequences lie, as in ``CallOptions``.
-_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 # Keywords that only a few values make sense for.
 _FLAGS = {
     "causal": (True, False),
@@ -115,19 +113,22 @@ def _options(q, k, v, keywords: dict) -> CallOptions:
         _check_flag(name, keywords[name], allowed)
     causal, left, right = _window(keywords["causal"], keywords["window_size"])
     _refuse_unbuilt(keywords)
-    lengths = [keywords.get(name) for name in _LENGTHS]
+    lengths = [keywords.get(name) for name in LENGTHS]
     check_tensors(q, k, v, *(x is not None for x in lengths[:2]))
     scale = keywords["softmax_scale"]
     scale = default_scale(q) if scale is None else float(scale)
     check_scale(scale)
-    sink = keywords["learnable_sink"]
-    if sink is not None:
-        check_sink(sink, q)
+    sink, slopes = keywords["learnable_sink"], keywords["alibi_slopes"]
     softcap = _softcap(keywords["softcap"])
-    options = CallOptions(scale, causal, keywords["pack_gqa"], left, right, softcap, sink, *lengths)
+    options = CallOptions(
+        scale, causal, keywords["pack_gqa"], left, right, softcap, sink, slopes, *lengths
+    )
     check_softcap(options)
     if any(x is not None for x in lengths):
         check_lengths(q, k, options)
+    check_per_head("learnable_sink", sink, q)
+    if slopes is not None:
+        check_per_head("alibi_slopes", slopes, q, options.batch(q))
     return options
 
 
@@ -203,8 +204,8 @@ def _forward_into(out, q, k, v, options: CallOptions):
     Raises:
         ValueError: a gradient is asked for, or the buffer does not fit.
     """
-    inputs = (q, k, v) if options.sink is None else (q, k, v, options.sink)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+    inputs = (q, k, v, options.sink, options.alibi_slopes)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         raise ValueError("out= is not differentiable; call it under torch.no_grad()")
     _check_out(out, q, v)
     if torch.compiler.is_compiling():  # a graph has no use for the buffer before its end
@@ -279,7 +280,8 @@ def flash_attn_func(
         mask_mod: not supported yet.
         aux_tensors: not supported yet.
         block_mask: not supported yet.
-        alibi_slopes: not supported yet.
+        alibi_slopes: (heads_q,) or (batch, heads_q), float32 or 16 bit (converted to float32): scaled and capped scores
+            lose slope * |p - j|.
         dropout_p: not supported yet.
         deterministic: the forward is bitwise repeatable whatever this says; it governs gradients.
         num_splits: parts that the keys of one query are split into; only 1 is supported yet, and 0 chooses it.
@@ -384,7 +386,7 @@ def flash_attn_varlen_func(
         mask_mod: not supported yet.
         aux_tensors: not supported yet.
         block_mask: not supported yet.
-        alibi_slopes: not supported yet.
+        alibi_slopes: (heads_q,) or (batch, heads_q) slopes of the distance between query and key.
         dropout_p: not supported yet.
         deterministic: the forward is bitwise repeatable whatever this says; it governs gradients.
         num_splits: only 1 is supported yet, and 0 chooses it.

@@ -7,7 +7,7 @@ import torch
 
 from flash4.dispatch import Plan, architecture, plan_forward
 from flash4.jit.cache import CACHE
-from flash4.problem import AttentionProblem, CallOptions, check_call, positive_scale
+from flash4.problem import LENGTHS, AttentionProblem, CallOptions, check_call, positive_scale
 
 ALIGNMENT = 16  # bytes; of addresses and strides that TMA takes
 MAX_LAUNCHES = 8_192
@@ -132,10 +132,15 @@ def _numbers(names: tuple[str, ...], options: CallOptions, scale: float) -> tupl
     return tuple(values[name] for name in names)
 
 
-def _optional_tensor(name: str, options: CallOptions):
+def _optional_tensor(name: str, options: CallOptions, batch: int):
     """What a kernel takes by this name: a tensor of the type and layout that it was compiled for."""
-    dtype = torch.float32 if name == "sink" else torch.int32
-    return getattr(options, name).detach().to(dtype).contiguous()
+    x = getattr(options, name).detach()
+    if name in LENGTHS:
+        return x.to(torch.int32).contiguous()
+    x = x.to(torch.float32).contiguous()
+    if name == "alibi_slopes" and x.ndim == 1:
+        x = x.expand(batch, -1)
+    return x
 
 
 def empty_lse(q):
@@ -170,14 +175,14 @@ def run_forward(q, k, v, out, options: CallOptions):
     if launch is None:
         fill_without_keys(out, lse, options)
         return lse
-    result = lse
+    result, batch = lse, options.batch(q)
     q, scale = positive_scale(q, options.softmax_scale)
     if q.ndim == 3:  # packed sequences: a batch of one to the kernel
         q, out, lse = q[None], out[None], lse[None]
     if k.ndim == 3:
         k, v = k[None], v[None]
     tensors = (addressable(q), addressable(k), addressable(v), addressable_out(out), lse)
-    tensors += tuple(_optional_tensor(name, options) for name in launch.tensors)
+    tensors += tuple(_optional_tensor(name, options, batch) for name in launch.tensors)
     numbers = _numbers(launch.numbers, options, scale)
     if q.device.index == torch.cuda.current_device():
         launch.function(tensors, numbers, launch.section, launch.workers)
@@ -200,9 +205,10 @@ def plan_call(q, k, v, options: CallOptions, arch: str, workers: int) -> Plan:
     copies = [(name, layout_obstacle(x)) for name, x in (("q", q), ("k", k), ("v", v))]
     if options.softmax_scale == 0:
         copies[0] = ("q", "a scale of 0 runs as zeroed queries")
-    if options.sink is not None and options.sink.dtype != torch.float32:
-        copies.append(("learnable_sink", "the kernel takes float32"))
-    for name, x in zip(CallOptions._fields[-4:], options.tensors[1:], strict=True):
+    for name, x in (("learnable_sink", options.sink), ("alibi_slopes", options.alibi_slopes)):
+        if x is not None and x.dtype != torch.float32:
+            copies.append((name, "the kernel takes float32"))
+    for name, x in zip(LENGTHS, options.lengths, strict=True):
         if x is not None and x.dtype != torch.int32:
             copies.append((name, "the kernel takes int32"))
     return replace(plan, copies=tuple(f"{name}: {why}" for name, why in copies if why is not None))
@@ -212,7 +218,7 @@ torch.library.define(
     "flash4::forward",
     "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal=False, bool? pack_gqa=None, "
     "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, Tensor? sink=None, "
-    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None) "
+    "Tensor? alibi_slopes=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None) "
     "-> (Tensor, Tensor)",
 )
 

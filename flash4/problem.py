@@ -15,6 +15,9 @@ MAX_WINDOW = 2**30  # sums of two such numbers fit int32; a side of at least thi
 MAX_SEQLEN = 2**30 - 1
 
 
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")  # fields of CallOptions
+
+
 class CallOptions(NamedTuple):
     """What a call says besides q, k and v; ``torch.ops.flash4.forward`` takes the fields in this order.
 
@@ -26,6 +29,7 @@ class CallOptions(NamedTuple):
         window_right: keys after it, at least 1; -1 is no limit, or ``causal``.
         softcap: scores are capped to this; 0 is no cap.
         sink: (heads_q,) logits that add to the denominator, or None.
+        alibi_slopes: (heads_q,) or (batch, heads_q) slopes, or None.
         cu_seqlens_q: (batch + 1,) rows where sequences begin and end in packed q; None if q is not packed.
         cu_seqlens_k: (batch + 1,) the same of packed k and v.
         seqused_q: (batch,) queries in use; None if all are.
@@ -39,6 +43,7 @@ class CallOptions(NamedTuple):
     window_right: int = NO_LIMIT
     softcap: float = 0.0
     sink: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
     seqused_q: torch.Tensor | None = None
@@ -48,6 +53,11 @@ class CallOptions(NamedTuple):
     def tensors(self) -> tuple:
         """Tensors among them, or None in their places."""
         return self[CallOptions._fields.index("sink") :]
+
+    @property
+    def lengths(self) -> tuple:
+        """Those of the tensors that say where sequences lie."""
+        return self[CallOptions._fields.index("cu_seqlens_q") :]
 
     @property
     def flags(self) -> tuple:
@@ -87,6 +97,7 @@ class AttentionProblem:
         window_right: a window limits the keys after it, and lets some through (none is ``causal``).
         softcap: scores are capped.
         sink: each query head has a logit that adds to the softmax denominator.
+        alibi: scores lose a slope of their head times the distance between query and key.
         cu_q: queries are packed; ``seqlen_q`` is their mean length, rounded up.
         cu_k: keys and values are packed; ``seqlen_k`` is their mean length, rounded up.
         used_q: queries in use are counted for each sequence.
@@ -108,6 +119,7 @@ class AttentionProblem:
     window_right: bool = False
     softcap: bool = False
     sink: bool = False
+    alibi: bool = False
     cu_q: bool = False
     cu_k: bool = False
     used_q: bool = False
@@ -137,6 +149,7 @@ class AttentionProblem:
             "window at the right": self.window_right,
             "softcap": self.softcap,
             "sink": self.sink,
+            "alibi": self.alibi,
             "cu_seqlens_q": self.cu_q,
             "cu_seqlens_k": self.cu_k,
             "seqused_q": self.used_q,
@@ -175,7 +188,7 @@ class AttentionProblem:
         def mean_length(x, packed):
             return -(-x.shape[0] // max(batch, 1)) if packed else x.shape[1]
 
-        cu_q, cu_k, used_q, used_k = (x is not None for x in options.tensors[1:])
+        cu_q, cu_k, used_q, used_k = (x is not None for x in options.lengths)
         return cls(
             dtype=q.dtype,
             batch=batch,
@@ -192,6 +205,7 @@ class AttentionProblem:
             window_right=options.window_right >= 0,
             softcap=options.softcap != 0,
             sink=options.sink is not None,
+            alibi=options.alibi_slopes is not None,
             cu_q=cu_q,
             cu_k=cu_k,
             used_q=used_q,
@@ -207,8 +221,8 @@ def check_call(q, k, v, options: CallOptions):
     check_lengths(q, k, options)
     check_scale(options.softmax_scale)
     check_softcap(options)
-    if options.sink is not None:
-        check_sink(options.sink, q)
+    check_per_head("learnable_sink", options.sink, q)
+    check_per_head("alibi_slopes", options.alibi_slopes, q, options.batch(q))
 
 
 def check_tensors(q, k, v, packed_q: bool = False, packed_k: bool = False):
@@ -275,26 +289,28 @@ def check_softcap(options: CallOptions):
         )
 
 
-def check_sink(sink, q):
-    """Check the logits of a learnable sink.
+def check_per_head(name: str, x, q, batch: int | None = None):
+    """Check a tensor of one number for each query head, or, with ``batch``, also for each sequence and head.
 
     Raises:
         TypeError: not a tensor, or a dtype other than float32, float16 and bfloat16.
-        ValueError: not one for each query head, or on another device.
+        ValueError: another shape, or on another device.
     """
-    if not isinstance(sink, torch.Tensor):
-        raise TypeError(f"learnable_sink must be a torch.Tensor, got {type(sink).__name__}")
-    if sink.dtype not in (torch.float32, *DTYPES):
+    if x is None:
+        return
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in (torch.float32, *DTYPES):
         raise TypeError(
-            f"learnable_sink is {sink.dtype}; supported are torch.float32, torch.float16 and torch.bfloat16"
+            f"{name} is {x.dtype}; supported are torch.float32, torch.float16 and torch.bfloat16"
         )
-    heads = q.shape[-2]
-    if sink.ndim != 1 or sink.shape[0] != heads:
+    shapes = [(q.shape[-2],)] + ([] if batch is None else [(batch, q.shape[-2])])
+    if tuple(x.shape) not in shapes:
         raise ValueError(
-            f"learnable_sink must be ({heads},), one for each query head, got {tuple(sink.shape)}"
+            f"{name} must be {' or '.join(map(str, shapes))}, a number for each query head, got {tuple(x.shape)}"
         )
-    if sink.device != q.device:
-        raise ValueError(f"learnable_sink must be on {q.device} as q, got {sink.device}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on {q.device} as q, got {x.device}")
 
 
 def positive_scale(q, softmax_scale: float):
@@ -341,7 +357,7 @@ def check_lengths(q, k, options: CallOptions):
         ValueError: wrong shape or device, or numbers of sequences that differ.
     """
     batch = None
-    for name, x in zip(CallOptions._fields[-4:], options.tensors[1:], strict=True):
+    for name, x in zip(LENGTHS, options.lengths, strict=True):
         if x is None:
             continue
         if not isinstance(x, torch.Tensor):

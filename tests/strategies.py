@@ -23,7 +23,7 @@ MAX_SCORES = 64 * 2**20
 
 TILES = (64, 80, 112, 128, 192, 256)
 HEAD_DIMS = (64, 128, 96, 192, 256)
-FEATURES = ("window", "softcap", "sink", "lengths", "lengths")
+FEATURES = ("window", "softcap", "sink", "lengths", "lengths", "alibi")
 # Which of cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k a call has.
 LENGTHS = (*[(1, 1, 0, 0)] * 3, *[(0, 0, 0, 1)] * 2, (1, 0, 0, 1), (1, 1, 1, 1))
 FEATURE_HEAD_DIMS = (
@@ -67,6 +67,7 @@ class Problem:
         window_size: as in the public functions.
         softcap: as in the public functions.
         sink: mean of the learnable sinks; None is none.
+        alibi: slopes, "by head" or "by batch and head"; None is none.
         lengths_q: queries of each sequence, which packs q; `batch` and `seqlen_q` then say nothing.
         lengths_k: keys of each sequence, which packs k and v.
         used_q: queries in use of each sequence.
@@ -90,6 +91,7 @@ class Problem:
     window_size: tuple[int | None, int | None] = (None, None)
     softcap: float = 0.0
     sink: float | None = None
+    alibi: str | None = None
     lengths_q: tuple[int, ...] | None = None
     lengths_k: tuple[int, ...] | None = None
     used_q: tuple[int, ...] | None = None
@@ -187,6 +189,12 @@ class Problem:
             if self.heads > 2:
                 sink[0] = -torch.inf  # as if that head had none
             sink = sink.to(device)
+        slopes = None
+        if self.alibi is not None:
+            slopes = 2.0 ** -torch.linspace(1, 8, self.heads)
+            if self.alibi == "by batch and head":
+                slopes = slopes * torch.linspace(1, -0.5, self.sequences)[:, None]
+            slopes = slopes.to(device)
         keywords = {
             "causal": self.causal,
             "softmax_scale": self.softmax_scale,
@@ -194,6 +202,7 @@ class Problem:
             "window_size": self.window_size,
             "softcap": self.softcap,
             "learnable_sink": sink,
+            "alibi_slopes": slopes,
         }
         lengths = {
             "cu_seqlens_q": self.lengths_q and self._begins(self.lengths_q),
@@ -325,6 +334,8 @@ def _add_features(choose: Choose, problem: Problem) -> Problem:
         changes["softcap"] = choose((5.0, 1.0, 30.0, 0.1, 1e4))
     if "sink" in names:
         changes["sink"] = choose((0.0, 4.0, -40.0, 40.0))
+    if "alibi" in names:
+        changes["alibi"] = choose(("by head", "by batch and head"))
     if "lengths" in names:
         changes |= _choose_lengths(choose, problem)
     return dataclasses.replace(problem, **changes)

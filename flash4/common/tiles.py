@@ -43,6 +43,7 @@ class Place:
     Attributes:
         group: group of packed query heads within the heads that share ``head_kv``.
         head_kv: KV head.
+        batch: number of its sequence in the call.
         batch_q: batch entry of q; 0 if it is packed.
         batch_k: batch entry of k and v; 0 if they are packed.
         row_q: first row of its sequence in packed q, else 0.
@@ -52,6 +53,7 @@ class Place:
 
     group: object
     head_kv: object
+    batch: object
     batch_q: object
     batch_k: object
     row_q: object
@@ -120,7 +122,7 @@ class TileSchedule:
     def place(self, tile) -> Place:
         """Where a tile lies."""
         batch = tile.batch
-        return Place(tile.group, tile.head_kv, batch, batch, 0, 0, self.seqlen_q)
+        return Place(tile.group, tile.head_kv, batch, batch, batch, 0, 0, self.seqlen_q)
 
     @property
     def descends(self) -> bool:

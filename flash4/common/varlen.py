@@ -19,6 +19,7 @@ class Sequence:
     """Where one sequence lies, and how long it is.
 
     Attributes:
+        batch: its number in the call; any for rows around the sequences.
         batch_q: batch entry of q; 0 if it is packed.
         batch_k: batch entry of k and v; 0 if they are packed.
         row_q: its first row in packed q, else 0.
@@ -28,6 +29,7 @@ class Sequence:
         seqlen_k: keys in use.
     """
 
+    batch: object
     batch_q: object
     batch_k: object
     row_q: object
@@ -91,6 +93,7 @@ class Sequences:
         if outside is not None:
             seqlen_q, seqlen_k = (choose(outside, 0, length) for length in (seqlen_q, seqlen_k))
         return Sequence(
+            batch=batch,
             batch_q=batch if self.cu_q is None else 0,
             batch_k=batch if self.cu_k is None else 0,
             row_q=row_q,
@@ -183,6 +186,7 @@ class VarlenSchedule:
         return Place(
             group=head - head_kv * self.grid.groups,
             head_kv=head_kv,
+            batch=sequence.batch,
             batch_q=sequence.batch_q,
             batch_k=sequence.batch_k,
             row_q=sequence.row_q,

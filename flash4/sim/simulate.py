@@ -28,8 +28,9 @@ def command(arguments, config, shapes, keywords) -> int:
     tensors = draw(shapes)
     keywords = {k: draw([v])[0] if isinstance(v, torch.Tensor) else v for k, v in keywords.items()}
     options = options_of(*tensors, **keywords)
-    if options.sink is not None:
-        options = options._replace(sink=options.sink.numpy())
+    for name in ("sink", "alibi_slopes"):
+        if getattr(options, name) is not None:
+            options = options._replace(**{name: getattr(options, name).numpy()})
     print(f"{arguments.kernel}: {config}\nseed {arguments.seed}, {arguments.ctas} CTAs", flush=True)
     arrays = [x.float().numpy() for x in tensors]
     start, machines, out = time.perf_counter(), [], None

@@ -70,8 +70,15 @@ class Call:
         return np.float32(scale / (self.options.softcap or 1.0))
 
     @property
+    def natural_scale(self) -> np.float32:
+        """Factor that makes a scaled score of a score, or of the tanh of one."""
+        return np.float32(self.options.softcap or self.scale)
+
+    @property
     def scale_log2(self) -> np.float32:
         """Factor of what the softmax takes, in log2 units: a score, or the tanh of a scaled score."""
+        if self.config.natural:
+            return np.float32(LOG2E)
         return (
             np.float32(self.options.softcap * LOG2E)
             if self.config.softcap
@@ -183,10 +190,17 @@ class MmaOps:
             np.negative(s, out=s)
         if c.softcap:
             s[:] = np.tanh(s * self._call.scale)
+        blocks, lengths = self._call.tiles.blocks, self._call.tiles.lengths(tile)
+        keys = (tile.first_block + n_block) * c.tile_n + np.arange(c.tile_n)
+        if c.natural:
+            s[:] = s * self._call.natural_scale
+        if c.alibi:
+            query, head, _ = self._call.places(tile, self._rows)
+            slopes = self._call.options.alibi_slopes[self._call.tiles.place(tile).batch]
+            distance = np.abs(query[:, None] + lengths[1] - lengths[0] - keys)
+            s[:] -= slopes[np.minimum(head, len(slopes) - 1), None] * distance
         if masked:
-            blocks, lengths = self._call.tiles.blocks, self._call.tiles.lengths(tile)
             queries = self._call.places(tile, self._rows)[0].tolist()
-            keys = (tile.first_block + n_block) * c.tile_n + np.arange(c.tile_n)
             begins, ends = (
                 np.array([edge(query, *lengths) for query in queries])[:, None]
                 for edge in (blocks.key_begin, blocks.key_end)
@@ -289,6 +303,10 @@ def forward_machines(config, tensors, options, workers, seed, variation=None):
     """Yield the machine and the call of every CTA, ready to run; arguments as of ``simulate_forward``."""
     (q, k, v), variation = tensors, variation or Variation()
     options = options if isinstance(options, CallOptions) else CallOptions(options)
+    if options.alibi_slopes is not None:
+        slopes = np.asarray(options.alibi_slopes, np.float32)
+        slopes = np.broadcast_to(slopes, (options.batch(q), slopes.shape[-1]))
+        options = options._replace(alibi_slopes=slopes)
     q = q[None] if config.cu_q else q
     k, v = (k[None], v[None]) if config.cu_k else (k, v)
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, head_dim_v) = q.shape, v.shape
@@ -302,7 +320,7 @@ def forward_machines(config, tensors, options, workers, seed, variation=None):
     blocks = config.blocks(*sides)
     check_graph(config.graph, SMEM_LIMIT)
     if config.varlen:
-        lengths = (None if x is None else [int(n) for n in x] for x in options.tensors[1:])
+        lengths = (None if x is None else [int(n) for n in x] for x in options.lengths)
         sequences = Sequences(options.batch(q), seqlen_q, seqlen_k, *lengths)
         shared = VarlenSchedule(blocks, grid, sequences)
         schedules = [replace(shared, share=share) for share in shares_of(shared, workers)]

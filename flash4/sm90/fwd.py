@@ -45,11 +45,13 @@ class RunTime:
     """What crosses the launch besides operands and grid; None where the config has no such feature."""
 
     lse: cute.Tensor  # (B, H, Sq), float32
-    scale_log2: Float32  # factor of a score, or of the tanh that caps it
+    scale: object  # factor of a score, or of the tanh that caps it, Float32; None if only scale_log2 is needed
+    scale_log2: object  # the same in log2 units; None if verbs scale scores one by one
     cap_scale: object  # factor of a score within the tanh, Float32
     left: object  # sides of the window, Int32
     right: object
     sink: object  # (H,), float32
+    slopes: object  # (B, H), float32
     sequences: object  # Sequences; None where all are as long as their tensors
 
 
@@ -98,6 +100,9 @@ class ForwardSm90:
 
         optional = {
             "sink": vector(Float32, heads),
+            "alibi_slopes": cute.runtime.make_fake_tensor(
+                Float32, (cute.sym_int(), heads), stride=(sym(1), 1), assumed_align=4
+            ),
             "cu_seqlens_q": vector(Int32, cute.sym_int()),
             "cu_seqlens_k": vector(Int32, cute.sym_int()),
             "seqused_q": vector(Int32, cute.sym_int()),
@@ -153,11 +158,13 @@ class ForwardSm90:
         numbers = dict(zip(c.numbers, numbers, strict=True))
         run_time = RunTime(
             lse=lse,
-            scale_log2=numbers["scale"] * LOG2E,
+            scale=numbers["scale"] if c.natural else None,
+            scale_log2=None if c.natural else numbers["scale"] * LOG2E,
             cap_scale=numbers.get("cap_scale"),
             left=numbers.get("left"),
             right=numbers.get("right"),
             sink=optional.get("sink"),
+            slopes=optional.get("alibi_slopes"),
             sequences=self._sequences(q, k, optional) if c.varlen else None,
         )
         self.kernel(
@@ -319,6 +326,7 @@ class ForwardSm90:
         mma_qk, mma_pv = mmas
         sQ, sK, sV, sO = smem_tensors
         thread, warpgroup_index = place
+        scale_log2 = Float32(LOG2E) if c.natural else run_time.scale_log2
         thr_qk = mma_qk.get_slice(warpgroup_index * WARPGROUP)
         thr_pv = mma_pv.get_slice(warpgroup_index * WARPGROUP)
         return MmaOps(
@@ -333,12 +341,15 @@ class ForwardSm90:
             state=make_row_state(),
             tiles=tiles,
             cap_scale=run_time.cap_scale,
-            scale_log2=run_time.scale_log2,
-            inv_scale_log2=cute.arch.rcp_approx(run_time.scale_log2),
+            scale=run_time.scale,
+            scale_log2=scale_log2,
+            inv_scale_log2=Float32(1 / LOG2E) if c.natural else cute.arch.rcp_approx(scale_log2),
             thread=thread,
             warpgroup=warpgroup_index,
             o=o,
             sO=sO,
             mLSE=run_time.lse,
             mSink=run_time.sink,
+            mSlopes=run_time.slopes,
+            slopes=cute.make_rmem_tensor(2, Float32) if c.alibi else None,
         )

@@ -42,6 +42,7 @@ class ForwardConfig:
         right: a window limits the keys after it, and lets some through (none is ``causal``).
         softcap: scores are capped: cap * tanh(scale * score / cap), with the cap a run-time value.
         sink: each query head has a logit that adds to the denominator only.
+        alibi: scores lose a slope of their head times the distance between query and key.
         cu_q: queries of all sequences are packed, (total, heads, head_dim); cumulative lengths say where each begins.
         cu_k: the same of keys and values.
         used_q: not all stored queries of a sequence are in use; the others give 0.
@@ -64,6 +65,7 @@ class ForwardConfig:
     right: bool = False
     softcap: bool = False
     sink: bool = False
+    alibi: bool = False
     cu_q: bool = False
     cu_k: bool = False
     used_q: bool = False
@@ -96,6 +98,11 @@ class ForwardConfig:
         return self.cu_q or self.cu_k or self.used_q or self.used_k
 
     @property
+    def natural(self) -> bool:
+        """Verbs scale scores one by one, in natural units, to add what depends on the place of query and key."""
+        return self.alibi
+
+    @property
     def v_is_ragged(self) -> bool:
         """Values may lie in memory behind the keys in use, where a tile's last block would read them."""
         return self.cu_k or self.used_k
@@ -125,6 +132,7 @@ class ForwardConfig:
         """Tensors that the launch takes after q, k, v, out and lse, in order."""
         given = {
             "sink": self.sink,
+            "alibi_slopes": self.alibi,
             "cu_seqlens_q": self.cu_q,
             "cu_seqlens_k": self.cu_k,
             "seqused_q": self.used_q,
@@ -259,6 +267,7 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
         right=problem.window_right,
         softcap=problem.softcap,
         sink=problem.sink,
+        alibi=problem.alibi,
         cu_q=problem.cu_q,
         cu_k=problem.cu_k,
         used_q=problem.used_q,

@@ -236,7 +236,8 @@ class MmaOps:
     state: RowState
     tiles: object
     cap_scale: object  # factor of a score within the cap, Float32; None without a cap
-    scale_log2: Float32
+    scale: object  # factor of a score, or the cap, Float32; None unless the config is natural
+    scale_log2: Float32  # factor of what softmax takes
     inv_scale_log2: Float32
     thread: Int32  # in the warpgroup
     warpgroup: Int32  # among the MMA warpgroups
@@ -244,6 +245,8 @@ class MmaOps:
     sO: cute.Tensor  # (64, tile_dv) of this warpgroup
     mLSE: cute.Tensor  # (B, H, S)
     mSink: object  # (H,) float32, or None
+    mSlopes: object  # (B, H) float32, or None
+    slopes: object  # of this thread's two rows, or None
 
     @property
     def o_borrows_q(self):
@@ -263,6 +266,18 @@ class MmaOps:
         self.tOrO.fill(0.0)
         self.state.shift_log2.fill(-Float32.inf)
         self.state.total.fill(0.0)
+        if self.config.alibi:
+            place = self.tiles.place(tile)
+            for r in range(2):
+                self.slopes[r] = self.mSlopes[place.batch, self._head(place, r)]
+
+    def _head(self, place, r):
+        """Query head of this thread's row ``r``; the last one for packed rows that have none."""
+        heads, pack = self.mLSE.shape[1], self.config.pack
+        head_in_kv = place.group * pack + self._query_row(r) % pack
+        return cutlass.min(
+            place.head_kv * (heads // self.tiles.grid.heads_kv) + head_in_kv, heads - 1
+        )
 
     def qk(self, q_slot, k_slot):
         """Issue S = Q K^T into a fresh accumulator.
@@ -319,10 +334,26 @@ class MmaOps:
         elif c.negate:
             for i in range(cute.size(S)):
                 S[i] = -S[i]
+        if c.natural:
+            for i in range(cute.size(S)):
+                S[i] = S[i] * self.scale
+        if c.alibi:
+            self._add_alibi(tile, n_block, S)
         if masked and (c.causal or c.left or c.right):
             self._mask(tile, n_block, S)
         elif masked:
             self._mask_tail(tile, n_block, S)
+
+    def _add_alibi(self, tile, n_block, S):
+        """S -= slope |p - j|, with p the query's position among the keys."""
+        c, (seqlen_q, seqlen_k) = self.config, self.tiles.lengths(tile)
+        first_column = (tile.first_block + n_block) * c.tile_n + 2 * (self.thread % 4)
+        for r in range(2):
+            query = tile.m_block * c.tile_q + self._query_row(r) // c.pack
+            distance = Float32(query + seqlen_k - seqlen_q - first_column)
+            for j in range(c.tile_n // 4):
+                column = Float32(8 * (j // 2) + j % 2)
+                S[r, j] = S[r, j] - self.slopes[r] * cute.math.absf(distance - column)
 
     @cute.jit
     def _mask_tail(self, tile, n_block, S: cute.Tensor):
@@ -408,10 +439,8 @@ class MmaOps:
             lse = cutlass.select_(empty, -Float32.inf, lse)
             inverse = cute.arch.rcp_approx(total)
             if cutlass.const_expr(c.sink):
-                head_with_sink = cutlass.min(
-                    head, mLSE.shape[1] - 1
-                )  # a packed row may have no head
-                lse, inverse = with_sink(state.shift_log2[r], total, self.mSink[head_with_sink])
+                sink = self.mSink[self._head(place, r)]
+                lse, inverse = with_sink(state.shift_log2[r], total, sink)
             if cutlass.const_expr(
                 c.varlen
             ):  # rows in memory that are of no sequence, or not in use

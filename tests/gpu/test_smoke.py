@@ -87,6 +87,15 @@ PROBLEMS = {
         softcap=3.0,
         sink=2.0,
     ),
+    "d128 alibi": Problem(**D128, **SQUARE, alibi="by head"),
+    "d64 causal alibi, packed heads": Problem(
+        head_dim=64, head_dim_v=64, batch=2, heads_kv=2, ratio=3, seqlen_q=30, seqlen_k=700, causal=True,
+        alibi="by batch and head", softcap=4.0,
+    ),
+    "d192 and 128, alibi, packed sequences": Problem(
+        head_dim=192, head_dim_v=128, dtype=BF16, heads_kv=2, lengths_q=(9, 300, 0), around=(0, 9),
+        lengths_k=(300, 100, 7), alibi="by batch and head", window_size=(90, 200), sink=1.0,
+    ),
     "d128 packed sequences": Problem(
         **D128, heads_kv=2, lengths_q=(300, 1, 128, 257), lengths_k=(300, 70, 128, 500)
     ),

@@ -97,6 +97,8 @@ def with_features() -> dict[str, ForwardConfig]:
     named["128/128 full, cap"] = config_for(128, 128, softcap=True)
     named["64/64 causal, cap"] = config_for(64, 64, True, softcap=True)
     named["128/128 causal, sink"] = config_for(128, 128, True, sink=True)
+    named["128/128 full, alibi"] = config_for(128, 128, alibi=True)
+    named["64/64 causal, alibi"] = config_for(64, 64, True, alibi=True)
     packed = {"cu_q": True, "cu_k": True}
     every = {**packed, "used_q": True, "used_k": True}
     named |= {
@@ -106,7 +108,7 @@ def with_features() -> dict[str, ForwardConfig]:
     }
     named |= {
         f"{d}/{dv} everything": config_for(
-            d, dv, **WINDOWS["causal, left"], **cap_and_sink, **every, pack=4
+            d, dv, **WINDOWS["causal, left"], **cap_and_sink, **every, alibi=True, pack=4
         )
         for d, dv in (
             (64, 64),

@@ -137,6 +137,7 @@ def attention_problems(draw):
         window_right=not causal and draw(st.booleans()),
         softcap=draw(st.booleans()),
         sink=draw(st.booleans()),
+        alibi=draw(st.booleans()),
         cu_q=draw(st.booleans()),
         cu_k=draw(st.booleans()),
         used_q=draw(st.booleans()),
@@ -174,6 +175,7 @@ def test_plans_of_random_problems(problem):
     assert config.negate == problem.negative_scale
     assert (config.left, config.right) == (problem.window_left, problem.window_right)
     assert (config.softcap, config.sink) == (problem.softcap, problem.sink)
+    assert config.alibi == problem.alibi
     assert problem.head_dim <= config.tile_d and problem.head_dim_v <= config.tile_dv
     assert (grid.heads_kv, grid.batch) == (problem.heads_kv, problem.batch)
     assert 0 <= grid.m_blocks * config.tile_q - problem.seqlen_q < config.tile_q
@@ -492,7 +494,7 @@ def test_packed_outputs_real_and_fake():
     for q in (torch.randn(9, 4, 64).half(), torch.randn(4, 9, 64).half().transpose(0, 1)):
         kv = torch.randn(12, 2, 64).half()
         cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 4, 9], [0, 5, 12]))
-        lengths = (0.125, True, None, -1, -1, 0.0, None, cu_q, cu_k, None, cu_k[1:] - 5)
+        lengths = (0.125, True, None, -1, -1, 0.0, None, None, cu_q, cu_k, None, cu_k[1:] - 5)
         with stand_in_gpu():
             real = ops.forward(q, kv, kv, *lengths)
             torch.library.opcheck(ops.forward, (q, kv, kv, *lengths))

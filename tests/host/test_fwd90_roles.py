@@ -189,8 +189,9 @@ def test_calls_of_every_feature(problem, seed):
     assume(all(x.numel() for x in inputs))
     config = flash4.explain(*inputs, **keywords).config
     options = options_of(*inputs, **keywords)
-    if options.sink is not None:
-        options = options._replace(sink=options.sink.numpy())
+    for name in ("sink", "alibi_slopes"):
+        if getattr(options, name) is not None:
+            options = options._replace(**{name: getattr(options, name).numpy()})
     arrays = (x.float().numpy() for x in inputs)
     with np.errstate(invalid="ignore"):  # NaN in rows that are not in use
         out, lse = simulate_forward(config, *arrays, options, workers=1 + seed % 3, seed=seed)

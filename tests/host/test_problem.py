@@ -207,6 +207,7 @@ BUILT = {
     "window_size",
     "softcap",
     "learnable_sink",
+    "alibi_slopes",
     "deterministic",
     "pack_gqa",
     "out",
@@ -218,7 +219,6 @@ ASKS_FOR_SOMETHING = {
     "mask_mod": [lambda *_: True],
     "aux_tensors": [[torch.zeros(4)], (torch.zeros(4),), []],
     "block_mask": [object(), torch.zeros(4)],
-    "alibi_slopes": [torch.zeros(4), np.zeros(4), [0.5, 0.25]],
     "dropout_p": [0.1, 1.0, torch.tensor(0.5)],
     "num_splits": [2, 16, -1],
     "q_descale": [torch.ones(1), 1.0],
@@ -345,6 +345,17 @@ def test_sinks_that_do_not_fit(wrong, call):
     sink, error, words = WRONG_SINKS[wrong]
     call(*operands(), learnable_sink=tensor(4))  # a plan of a similar call is remembered
     check_refused(error, words, call, *operands(), learnable_sink=sink)
+    words = [word.replace("learnable_sink", "alibi_slopes") for word in words]
+    check_refused(error, words, call, *operands(), alibi_slopes=sink)
+
+
+@both_calls
+def test_slopes_of_heads_and_of_sequences(call):
+    for slopes in (tensor(4), tensor(2, 4), tensor(2, 4, dtype=torch.float32)):
+        call(*operands(), alibi_slopes=slopes)
+    for shape in ((1, 4), (3, 4), (2, 2), (4, 2)):
+        words = ["alibi_slopes", "(4,) or (2, 4)", str(shape)]
+        check_refused(ValueError, words, call, *operands(), alibi_slopes=tensor(*shape))
 
 
 @both_calls
