@@ -7,6 +7,7 @@ import operator
 import torch
 
 from flash4 import ops
+from flash4.common import mods
 from flash4.dispatch import Plan
 from flash4.problem import (
     LENGTHS,
@@ -24,10 +25,7 @@ __all__ = ["explain", "flash_attn_func", "flash_attn_varlen_func"]
 
 # Keywords that are not built yet: accepted only with these values, which ask for nothing.
 _NEUTRAL = {
-    "score_mod": (None,),
     "score_mod_bwd": (None,),
-    "mask_mod": (None,),
-    "aux_tensors": (None,),
     "block_mask": (None,),
     "dropout_p": (0.0,),
     "q_descale": (None,),
@@ -101,6 +99,23 @@ def _softcap(value) -> float:
     return float(value)
 
 
+def _mods(q, keywords: dict) -> tuple[int, int, list | None]:
+    """(key of score_mod, key of mask_mod, aux tensors) as in ``CallOptions``.
+
+    Raises:
+        TypeError: a mod that is none, or depends on what cannot be told; aux_tensors of the wrong type.
+        ValueError: aux_tensors that are not supported, or that no mod reads.
+    """
+    keys = tuple(mods.register(keywords[name]) for name in ("score_mod", "mask_mod"))
+    aux = keywords["aux_tensors"]
+    if not aux:
+        return *keys, None
+    mods.check_aux(aux, q)
+    if keys == (0, 0):
+        raise ValueError("aux_tensors are for score_mod and mask_mod; this call has neither")
+    return *keys, list(aux)
+
+
 def _options(q, k, v, keywords: dict) -> CallOptions:
     """What a call's keywords ask for; checks them, and what q, k and v are.
 
@@ -121,7 +136,16 @@ def _options(q, k, v, keywords: dict) -> CallOptions:
     sink, slopes = keywords["learnable_sink"], keywords["alibi_slopes"]
     softcap = _softcap(keywords["softcap"])
     options = CallOptions(
-        scale, causal, keywords["pack_gqa"], left, right, softcap, sink, slopes, *lengths
+        scale,
+        causal,
+        keywords["pack_gqa"],
+        left,
+        right,
+        softcap,
+        sink,
+        slopes,
+        *lengths,
+        *_mods(q, keywords),
     )
     check_softcap(options)
     if any(x is not None for x in lengths):
@@ -275,10 +299,16 @@ def flash_attn_func(
         softcap: cap of scaled scores, softcap * tanh(softmax_scale * q k^T / softcap); 0 is none, else 1e-38 to 1e30.
         learnable_sink: (heads_q,) logits, float32 or 16 bit (converted to float32): each adds exp(sink) to the softmax
             denominators of its head, and nothing to out. They are not scaled.
-        score_mod: not supported yet.
+        score_mod: (score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors) -> new score; a callable that is traced
+            into the kernel, of arithmetic and comparisons on numbers, without branches. The score is scaled, capped and
+            has its ALiBi; indices count from the start of a sequence; ``seqlen_info`` has seqlen_q, seqlen_k, offset_q
+            and offset_k. It is known by its code and by the numbers that it closes over or names as globals: other
+            numbers compile another kernel.
         score_mod_bwd: not supported yet.
-        mask_mod: not supported yet.
-        aux_tensors: not supported yet.
+        mask_mod: (batch, head, q_idx, kv_idx, seqlen_info, aux_tensors) -> whether the key is seen; as score_mod. Causal
+            and window apply beside it. No block is skipped for it.
+        aux_tensors: tensors that the mods read by index: 1 to 4 dimensions, float32, float16, bfloat16, int32 or int64,
+            any strides. Where a tile reaches past a sequence, indices are those of its last query or key.
         block_mask: not supported yet.
         alibi_slopes: (heads_q,) or (batch, heads_q), float32 or 16 bit (converted to float32): scaled and capped scores
             lose slope * |p - j|.
@@ -381,10 +411,10 @@ def flash_attn_varlen_func(
         window_size: (left, right) keys around the query's own position.
         softcap: cap of scaled scores.
         learnable_sink: (heads_q,) logits that add to the denominators.
-        score_mod: not supported yet.
+        score_mod: changes scores.
         score_mod_bwd: not supported yet.
-        mask_mod: not supported yet.
-        aux_tensors: not supported yet.
+        mask_mod: hides keys.
+        aux_tensors: what the mods read.
         block_mask: not supported yet.
         alibi_slopes: (heads_q,) or (batch, heads_q) slopes of the distance between query and key.
         dropout_p: not supported yet.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flash4.common.mods import AUX
 from flash4.dispatch import Plan, architecture, plan_forward
 from flash4.jit.cache import CACHE
 from flash4.problem import LENGTHS, AttentionProblem, CallOptions, check_call, positive_scale
@@ -134,6 +135,8 @@ def _numbers(names: tuple[str, ...], options: CallOptions, scale: float) -> tupl
 
 def _optional_tensor(name: str, options: CallOptions, batch: int):
     """What a kernel takes by this name: a tensor of the type and layout that it was compiled for."""
+    if name.startswith(AUX):
+        return options.aux_tensors[int(name[len(AUX) :])].detach()
     x = getattr(options, name).detach()
     if name in LENGTHS:
         return x.to(torch.int32).contiguous()
@@ -218,7 +221,8 @@ torch.library.define(
     "flash4::forward",
     "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal=False, bool? pack_gqa=None, "
     "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, Tensor? sink=None, "
-    "Tensor? alibi_slopes=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None) "
+    "Tensor? alibi_slopes=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
+    "int score_mod=0, int mask_mod=0, Tensor[]? aux_tensors=None) "
     "-> (Tensor, Tensor)",
 )
 

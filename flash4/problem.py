@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from flash4.common.mods import check_aux, encode_aux
+
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIM_STEP = 8  # 16 bytes: the granularity of TMA and of cp.async
 MAX_HEAD_DIM = 256
@@ -34,6 +36,9 @@ class CallOptions(NamedTuple):
         cu_seqlens_k: (batch + 1,) the same of packed k and v.
         seqused_q: (batch,) queries in use; None if all are.
         seqused_k: (batch,) keys in use; None if all are.
+        score_mod: key of the callable that changes scores; 0 is none.
+        mask_mod: key of the callable that hides keys; 0 is none.
+        aux_tensors: what those read besides, or None.
     """
 
     softmax_scale: float
@@ -48,16 +53,14 @@ class CallOptions(NamedTuple):
     cu_seqlens_k: torch.Tensor | None = None
     seqused_q: torch.Tensor | None = None
     seqused_k: torch.Tensor | None = None
-
-    @property
-    def tensors(self) -> tuple:
-        """Tensors among them, or None in their places."""
-        return self[CallOptions._fields.index("sink") :]
+    score_mod: int = 0
+    mask_mod: int = 0
+    aux_tensors: list[torch.Tensor] | None = None
 
     @property
     def lengths(self) -> tuple:
-        """Those of the tensors that say where sequences lie."""
-        return self[CallOptions._fields.index("cu_seqlens_q") :]
+        """Tensors that say where sequences lie, or None in their places."""
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k
 
     @property
     def flags(self) -> tuple:
@@ -69,7 +72,13 @@ class CallOptions(NamedTuple):
             self.window_left >= 0,
             self.window_right >= 0,
             self.softcap != 0,
-            *[None if x is None else (x.shape, x.dtype, x.device) for x in self.tensors],
+            self.score_mod,
+            self.mask_mod,
+            *[
+                None if x is None else (x.shape, x.dtype, x.device)
+                for x in (self.sink, self.alibi_slopes, *self.lengths)
+            ],
+            *[(x.dtype, x.ndim) for x in self.aux_tensors or ()],
         )
 
     def batch(self, q) -> int:
@@ -98,6 +107,9 @@ class AttentionProblem:
         softcap: scores are capped.
         sink: each query head has a logit that adds to the softmax denominator.
         alibi: scores lose a slope of their head times the distance between query and key.
+        score_mod: key of the callable that changes scores (``common.mods``); 0 is none.
+        mask_mod: key of the callable that hides keys; 0 is none.
+        aux: types of the tensors that those read (``encode_aux``).
         cu_q: queries are packed; ``seqlen_q`` is their mean length, rounded up.
         cu_k: keys and values are packed; ``seqlen_k`` is their mean length, rounded up.
         used_q: queries in use are counted for each sequence.
@@ -120,6 +132,9 @@ class AttentionProblem:
     softcap: bool = False
     sink: bool = False
     alibi: bool = False
+    score_mod: int = 0
+    mask_mod: int = 0
+    aux: int = 0
     cu_q: bool = False
     cu_k: bool = False
     used_q: bool = False
@@ -150,6 +165,8 @@ class AttentionProblem:
             "softcap": self.softcap,
             "sink": self.sink,
             "alibi": self.alibi,
+            "score_mod": self.score_mod,
+            "mask_mod": self.mask_mod,
             "cu_seqlens_q": self.cu_q,
             "cu_seqlens_k": self.cu_k,
             "seqused_q": self.used_q,
@@ -206,6 +223,9 @@ class AttentionProblem:
             softcap=options.softcap != 0,
             sink=options.sink is not None,
             alibi=options.alibi_slopes is not None,
+            score_mod=options.score_mod,
+            mask_mod=options.mask_mod,
+            aux=encode_aux(options.aux_tensors),
             cu_q=cu_q,
             cu_k=cu_k,
             used_q=used_q,
@@ -223,6 +243,7 @@ def check_call(q, k, v, options: CallOptions):
     check_softcap(options)
     check_per_head("learnable_sink", options.sink, q)
     check_per_head("alibi_slopes", options.alibi_slopes, q, options.batch(q))
+    check_aux(options.aux_tensors or (), q)
 
 
 def check_tensors(q, k, v, packed_q: bool = False, packed_k: bool = False):

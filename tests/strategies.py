@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flash4
+from flash4.common import mods
 
 T = TypeVar("T")
 Choose = Callable[[Sequence[T]], T]
@@ -23,7 +24,35 @@ MAX_SCORES = 64 * 2**20
 
 TILES = (64, 80, 112, 128, 192, 256)
 HEAD_DIMS = (64, 128, 96, 192, 256)
-FEATURES = ("window", "softcap", "sink", "lengths", "lengths", "alibi")
+
+
+def relative_bias(score, batch, head, q_idx, kv_idx, info, aux):
+    """Scores fall with the place of the key, by a global number."""
+    return score - RELATIVE_SLOPE * (kv_idx + info.offset_k - info.seqlen_q)
+
+
+def bias_of_heads(score, batch, head, q_idx, kv_idx, info, aux):
+    """A table lookup, by head and place."""
+    return 0.5 * score + aux[0][head, (q_idx + 3 * kv_idx) % 8]
+
+
+def dilated(batch, head, q_idx, kv_idx, info, aux):
+    """Two keys of three, others for every query; whole rows see nothing where a window is narrow."""
+    return (q_idx + kv_idx) % 3 != 1
+
+
+def same_document(batch, head, q_idx, kv_idx, info, aux):
+    """Queries see keys of their own document."""
+    return aux[1][batch, q_idx] == aux[1][batch, kv_idx]
+
+
+RELATIVE_SLOPE = 0.01
+SCORE_MODS = {"relative": relative_bias, "heads": bias_of_heads}
+MASK_MODS = {"dilated": dilated, "documents": same_document}
+for mod in (*SCORE_MODS.values(), *MASK_MODS.values()):
+    mods.register(mod)  # a process that compiles for another one finds them by their keys
+
+FEATURES = ("window", "softcap", "sink", "lengths", "lengths", "alibi", "mods")
 # Which of cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k a call has.
 LENGTHS = (*[(1, 1, 0, 0)] * 3, *[(0, 0, 0, 1)] * 2, (1, 0, 0, 1), (1, 1, 1, 1))
 FEATURE_HEAD_DIMS = (
@@ -31,7 +60,6 @@ FEATURE_HEAD_DIMS = (
     *[(64, 64, torch.float16)] * 5,
     *[(40, 56, torch.float16)] * 2,
     *[(192, 128, torch.bfloat16)] * 3,
-    (256, 256, torch.float16),
 )
 RATIOS = (1, 2, 3, 4, 5, 7, 8, 16)
 LAYOUTS = (
@@ -67,6 +95,8 @@ class Problem:
         window_size: as in the public functions.
         softcap: as in the public functions.
         sink: mean of the learnable sinks; None is none.
+        score_mod: name in `SCORE_MODS`.
+        mask_mod: name in `MASK_MODS`.
         alibi: slopes, "by head" or "by batch and head"; None is none.
         lengths_q: queries of each sequence, which packs q; `batch` and `seqlen_q` then say nothing.
         lengths_k: keys of each sequence, which packs k and v.
@@ -92,6 +122,8 @@ class Problem:
     softcap: float = 0.0
     sink: float | None = None
     alibi: str | None = None
+    score_mod: str | None = None
+    mask_mod: str | None = None
     lengths_q: tuple[int, ...] | None = None
     lengths_k: tuple[int, ...] | None = None
     used_q: tuple[int, ...] | None = None
@@ -210,10 +242,23 @@ class Problem:
             "seqused_q": self.used_q,
             "seqused_k": self.used_k,
         }
+        if self.score_mod is not None or self.mask_mod is not None:
+            keywords["score_mod"] = SCORE_MODS.get(self.score_mod)
+            keywords["mask_mod"] = MASK_MODS.get(self.mask_mod)
+            keywords["aux_tensors"] = [x.to(device) for x in self._aux_tensors()]
         for name, numbers in lengths.items():
             if numbers is not None:
                 keywords[name] = torch.tensor(numbers, dtype=torch.int32, device=device)
         return keywords
+
+    def _aux_tensors(self) -> tuple[Tensor, Tensor]:
+        """What the mods read: biases, and the document of each place; not contiguous."""
+        generator = torch.Generator().manual_seed(1)
+        biases = torch.randn(8, self.heads, generator=generator).t()
+        stored = (*(self.lengths_q or (self.seqlen_q,)), *(self.lengths_k or (self.seqlen_k,)))
+        places = torch.arange(max(*stored, 1), dtype=torch.int32)
+        documents = torch.stack([places // (40 + 30 * b) for b in range(self.sequences)])
+        return biases, documents
 
     def tensors(
         self, device: torch.device | str = "cpu", seed: int = 0
@@ -336,6 +381,10 @@ def _add_features(choose: Choose, problem: Problem) -> Problem:
         changes["sink"] = choose((0.0, 4.0, -40.0, 40.0))
     if "alibi" in names:
         changes["alibi"] = choose(("by head", "by batch and head"))
+    if "mods" in names:  # with many other features and lengths, but one kernel's tile
+        changes |= dict(head_dim=128, head_dim_v=128, dtype=torch.bfloat16)
+        kinds = ((None, "dilated"), ("heads", None), ("relative", "documents"))
+        changes["score_mod"], changes["mask_mod"] = choose(kinds)
     if "lengths" in names:
         changes |= _choose_lengths(choose, problem)
     return dataclasses.replace(problem, **changes)

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from flash4.common import mods
 from flash4.common.dsl import plain
 from flash4.common.geometry import ceil_div
 from flash4.common.graph import WARPGROUP
+from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
 from flash4.common.shares import shares_of
 from flash4.common.tiles import Grid, TileSchedule
@@ -199,6 +201,8 @@ class MmaOps:
             slopes = self._call.options.alibi_slopes[self._call.tiles.place(tile).batch]
             distance = np.abs(query[:, None] + lengths[1] - lengths[0] - keys)
             s[:] -= slopes[np.minimum(head, len(slopes) - 1), None] * distance
+        if c.score_mod or c.mask_mod:
+            self._apply_mods(tile, keys, s)
         if masked:
             queries = self._call.places(tile, self._rows)[0].tolist()
             begins, ends = (
@@ -213,8 +217,26 @@ class MmaOps:
         finite = np.where(self._shift == -np.inf, 0, self._shift)
         self._limit = np.where(move, (self._shift + RESCALE_THRESHOLD_LOG2) / scale, self._limit)
         self._correction = np.where(move, np.exp2(old - finite), 1)
-        s[:] = np.exp2(s * scale - (finite if masked else self._shift)[:, None])
+        shift = finite if masked or c.may_hide_any else self._shift
+        s[:] = np.exp2(s * scale - shift[:, None])
         self._total = self._total * self._correction + s.sum(1)
+
+    def _apply_mods(self, tile, keys, s):
+        """S = score_mod(S), and -inf where mask_mod hides a key."""
+        call, c = self._call, self._config
+        place, lengths = call.tiles.place(tile), call.tiles.lengths(tile)
+        query, head, _ = call.places(tile, self._rows)
+        query, keys = (
+            np.clip(x, 0, max(n - 1, 0)) for x, n in ((query, lengths[0]), (keys, lengths[1]))
+        )
+        info = SeqlenInfo(*lengths, place.row_q, place.row_k)
+        head = np.minimum(head, call.q.shape[2] - 1)[:, None]
+        aux = call.options.aux_tensors
+        where = (place.batch, head, query[:, None], keys, info, aux)
+        if c.score_mod:
+            s[:] = mods.function(c.score_mod)(s, *where)
+        if c.mask_mod:
+            s[~np.broadcast_to(mods.function(c.mask_mod)(*where), s.shape)] = -np.inf
 
     def convert_p(self, s):
         """Round P to 16 bit into the operand of P V."""

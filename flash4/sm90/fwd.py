@@ -25,6 +25,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from flash4.common.graph import WARPGROUP
+from flash4.common.mods import AUX, decode_aux
 from flash4.common.numerics import LOG2E, opaque
 from flash4.common.shares import find_share
 from flash4.common.tiles import Grid, TileSchedule
@@ -39,6 +40,9 @@ from flash4.sm90.fwd_views import (
     ragged_values_view,
 )
 
+# In the order of mods.AUX_DTYPES.
+AUX_ELEMENTS = (Float32, cutlass.Float16, cutlass.BFloat16, Int32, cutlass.Int64)
+
 
 @dataclass(frozen=True)
 class RunTime:
@@ -52,6 +56,7 @@ class RunTime:
     right: object
     sink: object  # (H,), float32
     slopes: object  # (B, H), float32
+    aux: object  # tuple of tensors that mods read
     sequences: object  # Sequences; None where all are as long as their tensors
 
 
@@ -70,6 +75,7 @@ class ForwardSm90:
 
     def fake_arguments(self):
         """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
+        c = self.config
 
         def sym(divisibility):
             return cute.sym_int64(divisibility=divisibility)
@@ -108,11 +114,22 @@ class ForwardSm90:
             "seqused_q": vector(Int32, cute.sym_int()),
             "seqused_k": vector(Int32, cute.sym_int()),
         }
+        optional |= {f"{AUX}{i}": self._fake_aux(*kind) for i, kind in enumerate(decode_aux(c.aux))}
         tensors += tuple(optional[name] for name in self.config.optional_tensors)
         types = {"scale": Float32, "cap_scale": Float32, "left": Int32, "right": Int32}
         numbers = tuple(types[name](1) for name in self.config.numbers)
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
         return (tensors, numbers, Int32(1), Int32(1), stream)
+
+    def _fake_aux(self, dtype_index, dims):
+        """A tensor that mods read: any sizes and strides."""
+        dtype = AUX_ELEMENTS[dtype_index]
+        return cute.runtime.make_fake_tensor(
+            dtype,
+            tuple(cute.sym_int() for _ in range(dims)),
+            stride=tuple(cute.sym_int64() for _ in range(dims)),
+            assumed_align=dtype.width // 8,
+        )
 
     @cute.jit
     def __call__(
@@ -165,6 +182,7 @@ class ForwardSm90:
             right=numbers.get("right"),
             sink=optional.get("sink"),
             slopes=optional.get("alibi_slopes"),
+            aux=self._aux(optional),
             sequences=self._sequences(q, k, optional) if c.varlen else None,
         )
         self.kernel(
@@ -175,6 +193,11 @@ class ForwardSm90:
             stream=stream,
             min_blocks_per_mp=1,
         )
+
+    def _aux(self, optional):
+        """Tensors that mods read, or None."""
+        found = tuple(x for name, x in optional.items() if name.startswith(AUX))
+        return found if found else None
 
     def _values_view(self, v):
         """V as its loads cut it, (Dv, S, heads_kv, B); see ``LoadOps``."""
@@ -351,5 +374,6 @@ class ForwardSm90:
             mLSE=run_time.lse,
             mSink=run_time.sink,
             mSlopes=run_time.slopes,
+            aux=run_time.aux,
             slopes=cute.make_rmem_tensor(2, Float32) if c.alibi else None,
         )

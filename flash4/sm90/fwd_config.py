@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from flash4.common.geometry import KvBlocks, Phase, imax, imin
 from flash4.common.graph import WARPGROUP, Buffer, PipelineGraph, Ring, Role
+from flash4.common.mods import AUX, decode_aux
 
 SMEM_LIMIT = 232_448  # bytes of shared memory that one sm_90 CTA can have (227 KiB)
 SMEM_ALIGN = 1_024  # the 128-byte swizzle repeats every 1,024 bytes
@@ -43,6 +44,9 @@ class ForwardConfig:
         softcap: scores are capped: cap * tanh(scale * score / cap), with the cap a run-time value.
         sink: each query head has a logit that adds to the denominator only.
         alibi: scores lose a slope of their head times the distance between query and key.
+        score_mod: key of the callable that changes scores (``common.mods``); 0 is none.
+        mask_mod: key of the callable that hides keys; 0 is none.
+        aux: types of the tensors that those read (``encode_aux``).
         cu_q: queries of all sequences are packed, (total, heads, head_dim); cumulative lengths say where each begins.
         cu_k: the same of keys and values.
         used_q: not all stored queries of a sequence are in use; the others give 0.
@@ -66,6 +70,9 @@ class ForwardConfig:
     softcap: bool = False
     sink: bool = False
     alibi: bool = False
+    score_mod: int = 0
+    mask_mod: int = 0
+    aux: int = 0
     cu_q: bool = False
     cu_k: bool = False
     used_q: bool = False
@@ -100,7 +107,12 @@ class ForwardConfig:
     @property
     def natural(self) -> bool:
         """Verbs scale scores one by one, in natural units, to add what depends on the place of query and key."""
-        return self.alibi
+        return self.alibi or self.score_mod != 0
+
+    @property
+    def may_hide_any(self) -> bool:
+        """A score may become -inf in any block, not in those alone that a mask cuts."""
+        return self.score_mod != 0 or self.mask_mod != 0
 
     @property
     def v_is_ragged(self) -> bool:
@@ -138,7 +150,8 @@ class ForwardConfig:
             "seqused_q": self.used_q,
             "seqused_k": self.used_k,
         }
-        return tuple(name for name, present in given.items() if present)
+        aux = (f"{AUX}{i}" for i in range(len(decode_aux(self.aux))))
+        return (*(name for name, present in given.items() if present), *aux)
 
     def first_query(self, tile, warpgroup):
         """First query of a warpgroup's rows; dual-mode, as the next two."""
@@ -268,6 +281,9 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
         softcap=problem.softcap,
         sink=problem.sink,
         alibi=problem.alibi,
+        score_mod=problem.score_mod,
+        mask_mod=problem.mask_mod,
+        aux=problem.aux,
         cu_q=problem.cu_q,
         cu_k=problem.cu_k,
         used_q=problem.used_q,
@@ -287,7 +303,7 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
 
     S and P of a block and O of a tile share a thread's registers, hence fewer keys per block for a wider V.
     """
-    if max(tile_d, tile_dv) == 64:
+    if max(tile_d, tile_dv) == 64 and not (problem.score_mod or problem.mask_mod):
         tile = {"tile_m": 256, "tile_n": 64, "stages": 4, "settle": 0}
         if problem.causal or problem.window_right:
             why = "head dims up to 64: warpgroups skip blocks past their own rows"

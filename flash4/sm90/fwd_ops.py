@@ -11,7 +11,9 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
-from flash4.common import numerics
+from flash4.common import mods, numerics
+from flash4.common.geometry import imax, imin
+from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
 from flash4.sm90.fwd_config import MMA_ROWS, ForwardConfig
 
@@ -247,6 +249,7 @@ class MmaOps:
     mSink: object  # (H,) float32, or None
     mSlopes: object  # (B, H) float32, or None
     slopes: object  # of this thread's two rows, or None
+    aux: object  # tuple of tensors that mods read, or None
 
     @property
     def o_borrows_q(self):
@@ -339,6 +342,8 @@ class MmaOps:
                 S[i] = S[i] * self.scale
         if c.alibi:
             self._add_alibi(tile, n_block, S)
+        if c.score_mod or c.mask_mod:
+            self._apply_mods(tile, n_block, S)
         if masked and (c.causal or c.left or c.right):
             self._mask(tile, n_block, S)
         elif masked:
@@ -354,6 +359,25 @@ class MmaOps:
             for j in range(c.tile_n // 4):
                 column = Float32(8 * (j // 2) + j % 2)
                 S[r, j] = S[r, j] - self.slopes[r] * cute.math.absf(distance - column)
+
+    def _apply_mods(self, tile, n_block, S):
+        """S = score_mod(S), and -inf where mask_mod hides a key; see ``flash_attn_func`` for what they are given."""
+        c, place = self.config, self.tiles.place(tile)
+        score_mod, mask_mod = mods.function(c.score_mod), mods.function(c.mask_mod)
+        seqlen_q, seqlen_k = self.tiles.lengths(tile)
+        info = SeqlenInfo(seqlen_q, seqlen_k, Int32(place.row_q), Int32(place.row_k))
+        first_key = (tile.first_block + n_block) * c.tile_n + 2 * (self.thread % 4)
+        for r in range(2):
+            query = tile.m_block * c.tile_q + self._query_row(r) // c.pack
+            query = imax(imin(query, seqlen_q - 1), 0)  # a mod may read a tensor there
+            for j in range(c.tile_n // 4):
+                key = imax(imin(first_key + (8 * (j // 2) + j % 2), seqlen_k - 1), 0)
+                where = (place.batch, self._head(place, r), query, key, info, self.aux)
+                if score_mod is not None:
+                    S[r, j] = Float32(score_mod(S[r, j], *where))
+                if mask_mod is not None:
+                    keep = cutlass.Boolean(mask_mod(*where))
+                    S[r, j] = cutlass.select_(keep, S[r, j], -Float32.inf)
 
     @cute.jit
     def _mask_tail(self, tile, n_block, S: cute.Tensor):
@@ -389,7 +413,7 @@ class MmaOps:
         chains = []
         for r in range(2):
             shift = state.shift_log2[r]
-            if masked:  # a row that has seen no key yet: exp2(-inf - 0) = 0
+            if masked or self.config.may_hide_any:  # a row without a key yet: exp2(-inf - 0) = 0
                 shift = cutlass.select_(shift == -Float32.inf, Float32(0.0), shift)
             chains.append([None] * 4)
             for j in range(columns):

@@ -96,6 +96,16 @@ PROBLEMS = {
         head_dim=192, head_dim_v=128, dtype=BF16, heads_kv=2, lengths_q=(9, 300, 0), around=(0, 9),
         lengths_k=(300, 100, 7), alibi="by batch and head", window_size=(90, 200), sink=1.0,
     ),
+    "d128 mask_mod": Problem(**D128, **SQUARE, mask_mod="dilated", causal=True),
+    "d128 score_mod": Problem(**D128, **SQUARE, score_mod="heads", softcap=9.0),
+    "d64 mods and a window that leaves rows without keys": Problem(
+        head_dim=64, head_dim_v=64, heads_kv=2, ratio=4, seqlen_q=300, seqlen_k=200,
+        mask_mod="dilated", score_mod="relative", window_size=(0, 0), sink=0.0,
+    ),
+    "d256 mods, packed sequences": Problem(
+        head_dim=256, head_dim_v=256, dtype=BF16, heads_kv=2, lengths_q=(9, 300, 0), around=(0, 9),
+        lengths_k=(300, 100, 7), mask_mod="documents", score_mod="relative", causal=True,
+    ),
     "d128 packed sequences": Problem(
         **D128, heads_kv=2, lengths_q=(300, 1, 128, 257), lengths_k=(300, 70, 128, 500)
     ),

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flash4.common import mods
 from flash4.jit import compile as jit_compile
 from flash4.jit.inspect import Resources, count_resources, resources
 from flash4.problem import AttentionProblem
@@ -30,6 +31,7 @@ from flash4.sm90.fwd_config import (
     choose_config,
 )
 from flash4.sm90.fwd_roles import ForwardRoles
+from tests import strategies
 
 LIMITS = Path(__file__).with_name("fwd90_limits.json")
 SLACK = 1.01  # of the instruction counts
@@ -99,6 +101,12 @@ def with_features() -> dict[str, ForwardConfig]:
     named["128/128 causal, sink"] = config_for(128, 128, True, sink=True)
     named["128/128 full, alibi"] = config_for(128, 128, alibi=True)
     named["64/64 causal, alibi"] = config_for(64, 64, True, alibi=True)
+    both = {
+        "score_mod": mods.register(strategies.bias_of_heads),
+        "mask_mod": mods.register(strategies.same_document),
+        "aux": mods.encode_aux([torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int32)]),
+    }
+    named |= {f"{d}/{d} causal, mods": config_for(d, d, True, **both) for d in (64, 128, 256)}
     packed = {"cu_q": True, "cu_k": True}
     every = {**packed, "used_q": True, "used_k": True}
     named |= {

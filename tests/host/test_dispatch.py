@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensorMode
 
 import flash4
 from flash4 import dispatch, ops, reference
+from flash4.common import mods
 from flash4.dispatch import architecture, plan_forward
 from flash4.problem import AttentionProblem, CallOptions
 from flash4.sm90 import fwd_config as sm90_fwd
@@ -58,6 +59,11 @@ class Launch:
             "causal": config.causal,
             "window_size": (numbers.get("left"), numbers.get("right")),
             "learnable_sink": optional.pop("sink", None),
+            "score_mod": mods.function(config.score_mod),
+            "mask_mod": mods.function(config.mask_mod),
+            "aux_tensors": [
+                optional.pop(n) for n in config.optional_tensors if n.startswith("aux")
+            ],
             **optional,
         }
 
@@ -138,6 +144,8 @@ def attention_problems(draw):
         softcap=draw(st.booleans()),
         sink=draw(st.booleans()),
         alibi=draw(st.booleans()),
+        score_mod=draw(st.sampled_from([0, 0, 7])),
+        mask_mod=draw(st.sampled_from([0, 0, 2**56])),
         cu_q=draw(st.booleans()),
         cu_k=draw(st.booleans()),
         used_q=draw(st.booleans()),
@@ -176,6 +184,7 @@ def test_plans_of_random_problems(problem):
     assert (config.left, config.right) == (problem.window_left, problem.window_right)
     assert (config.softcap, config.sink) == (problem.softcap, problem.sink)
     assert config.alibi == problem.alibi
+    assert (config.score_mod, config.mask_mod) == (problem.score_mod, problem.mask_mod)
     assert problem.head_dim <= config.tile_d and problem.head_dim_v <= config.tile_dv
     assert (grid.heads_kv, grid.batch) == (problem.heads_kv, problem.batch)
     assert 0 <= grid.m_blocks * config.tile_q - problem.seqlen_q < config.tile_q

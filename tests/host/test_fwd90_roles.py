@@ -192,6 +192,8 @@ def test_calls_of_every_feature(problem, seed):
     for name in ("sink", "alibi_slopes"):
         if getattr(options, name) is not None:
             options = options._replace(**{name: getattr(options, name).numpy()})
+    if options.aux_tensors is not None:
+        options = options._replace(aux_tensors=[x.numpy() for x in options.aux_tensors])
     arrays = (x.float().numpy() for x in inputs)
     with np.errstate(invalid="ignore"):  # NaN in rows that are not in use
         out, lse = simulate_forward(config, *arrays, options, workers=1 + seed % 3, seed=seed)

@@ -208,16 +208,16 @@ BUILT = {
     "softcap",
     "learnable_sink",
     "alibi_slopes",
+    "score_mod",
+    "mask_mod",
+    "aux_tensors",
     "deterministic",
     "pack_gqa",
     "out",
     "return_lse",
 }
 ASKS_FOR_SOMETHING = {
-    "score_mod": [lambda score, *_: score],
     "score_mod_bwd": [lambda grad, *_: grad],
-    "mask_mod": [lambda *_: True],
-    "aux_tensors": [[torch.zeros(4)], (torch.zeros(4),), []],
     "block_mask": [object(), torch.zeros(4)],
     "dropout_p": [0.1, 1.0, torch.tensor(0.5)],
     "num_splits": [2, 16, -1],
@@ -608,3 +608,47 @@ def test_sequences_without_keys_give_their_sinks():
         out, lse = flash4.flash_attn_varlen_func(q, k, v, **keywords, return_lse=True)
         expected = flash4.reference.attention(q, k, v, **keywords, return_lse=True)
         assert (out == 0).all() and torch.equal(lse.double(), expected[1])
+
+
+TENSOR = torch.zeros(2)
+
+
+def keep_all(*_):
+    return True
+
+
+# Mods and what they read; the error; what its message must name.
+WRONG_MODS = {
+    "no callable": (dict(score_mod=3), TypeError, ["callable", "3"]),
+    "a tensor closed over": (
+        dict(mask_mod=lambda *_: TENSOR),
+        TypeError,
+        ["tensor", "aux_tensors"],
+    ),
+    "aux without a mod": (dict(aux_tensors=[tensor(4)]), ValueError, ["aux_tensors", "neither"]),
+    "an array": (dict(mask_mod=keep_all, aux_tensors=[np.zeros(2)]), TypeError, ["list of torch"]),
+    "a tensor, no list": (dict(mask_mod=keep_all, aux_tensors=(3,)), TypeError, ["list of torch"]),
+    "float64": (
+        dict(mask_mod=keep_all, aux_tensors=[tensor(2, dtype=torch.float64)]),
+        TypeError,
+        ["aux_tensors[0]", "float64", "torch.int32"],
+    ),
+    "a scalar": (
+        dict(mask_mod=keep_all, aux_tensors=[tensor(2), tensor()]),
+        ValueError,
+        ["aux_tensors[1]", "0 dimensions", "1 to 4"],
+    ),
+    "too many": (dict(mask_mod=keep_all, aux_tensors=[tensor(2)] * 9), ValueError, ["9", "8"]),
+    "elsewhere": (
+        dict(mask_mod=keep_all, aux_tensors=[tensor(2, device="meta")]),
+        ValueError,
+        ["aux_tensors[0]", "cpu", "meta"],
+    ),
+}
+
+
+@both_calls
+@pytest.mark.parametrize("wrong", WRONG_MODS)
+def test_mods_that_are_not_supported(wrong, call):
+    keywords, error, words = WRONG_MODS[wrong]
+    check_refused(error, words, call, *operands(), **keywords)
