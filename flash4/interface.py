@@ -128,8 +128,8 @@ def _options(q, k, v, keywords: dict) -> CallOptions:
         _check_flag(name, keywords[name], allowed)
     causal, left, right = _window(keywords["causal"], keywords["window_size"])
     _refuse_unbuilt(keywords)
-    lengths = [keywords.get(name) for name in LENGTHS]
-    check_tensors(q, k, v, *(x is not None for x in lengths[:2]))
+    cu_q, cu_k, used_q, used_k = lengths = [keywords.get(name) for name in LENGTHS]
+    check_tensors(q, k, v, cu_q is not None, cu_k is not None)
     scale = keywords["softmax_scale"]
     scale = default_scale(q) if scale is None else float(scale)
     check_scale(scale)
@@ -148,7 +148,7 @@ def _options(q, k, v, keywords: dict) -> CallOptions:
         *_mods(q, keywords),
     )
     check_softcap(options)
-    if any(x is not None for x in lengths):
+    if not (cu_q is cu_k is used_q is used_k is None):
         check_lengths(q, k, options)
     check_per_head("learnable_sink", sink, q)
     if slopes is not None:
@@ -185,8 +185,10 @@ def _check_flag(name: str, value, allowed):
     Raises:
         TypeError: any other value.
     """
-    if not any(value is choice for choice in allowed):
-        raise TypeError(f"{name} must be one of {allowed}, got {value!r}")
+    for choice in allowed:
+        if value is choice:
+            return
+    raise TypeError(f"{name} must be one of {allowed}, got {value!r}")
 
 
 def _check_out(out, q, v):

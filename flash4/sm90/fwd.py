@@ -81,6 +81,9 @@ class ForwardSm90:
             return cute.sym_int64(divisibility=divisibility)
 
         batch, heads, heads_kv = cute.sym_int(), cute.sym_int(), cute.sym_int()
+        batch_k = (
+            batch if c.cu_q == c.cu_k else cute.sym_int()
+        )  # packed sequences are a batch of one
         seqlen_q, seqlen_k = cute.sym_int(), cute.sym_int()
         head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
 
@@ -95,8 +98,8 @@ class ForwardSm90:
         )
         tensors = (
             tensor(batch, seqlen_q, heads, head_dim),
-            tensor(batch, seqlen_k, heads_kv, head_dim),
-            tensor(batch, seqlen_k, heads_kv, head_dim_v),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
             tensor(batch, seqlen_q, heads, head_dim_v),
             lse,
         )

@@ -226,6 +226,17 @@ def test_every_config_fits(causal):
         assert graph.registers <= REGISTER_FILE, where
 
 
+@pytest.mark.parametrize("packed", [*product((False, True), repeat=2)])
+def test_a_side_that_is_packed_alone_has_a_batch_of_its_own(packed):
+    """Sizes that a launch checks against one another are those that are equal."""
+    from flash4.sm90.fwd import ForwardSm90
+
+    config = config_for(64, 64, cu_q=packed[0], cu_k=packed[1])
+    q, k, v, out, lse, *_ = ForwardSm90(config).fake_arguments()[0]
+    assert k.shape[0] is v.shape[0] and q.shape[0] is out.shape[0] is lse.shape[0]
+    assert (q.shape[0] is k.shape[0]) == (packed[0] == packed[1])
+
+
 @pytest.mark.parametrize("seqlen", [1, LONG])
 @pytest.mark.parametrize("causal", MASKS.values(), ids=MASKS)
 def test_lengths_choose_no_config_that_is_not_compiled_here(causal, seqlen):
