@@ -29,8 +29,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash4.common.mods import SeqlenInfo
-
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -131,6 +129,22 @@ class AttentionOptions:
         if min(left or 0, right or 0) < 0:
             raise ValueError(f"window_size {self.window_size}: sides are None, -1 or at least 0")
         return left, 0 if self.causal else right
+
+
+class SeqlenInfo(NamedTuple):
+    """What a mod may know about its sequence.
+
+    Attributes:
+        seqlen_q: queries in use.
+        seqlen_k: keys in use.
+        offset_q: row of the first query in packed q, else 0.
+        offset_k: row of the first key in packed k, else 0.
+    """
+
+    seqlen_q: int
+    seqlen_k: int
+    offset_q: int
+    offset_k: int
 
 
 class Gradients(NamedTuple):

@@ -21,7 +21,7 @@ _KEY_BYTES = 7
 
 
 class SeqlenInfo(NamedTuple):
-    """What a mod may know about its sequence.
+    """What a mod may know about its sequence; as in ``reference``, which imports nothing.
 
     Attributes:
         seqlen_q: queries in use.

@@ -67,18 +67,19 @@ def find_share(tiles, costs: cute.Tensor, thread, threads: cutlass.Constexpr, wo
         worker: number of this CTA.
         workers: CTAs.
     """
-    part = part_of(thread, threads, tiles.sequences.count)
+    count = tiles.sequences.count
+    part = part_of(thread, threads, count)
     mine = cost_of(tiles, *part)
     costs[thread] = mine
     cute.arch.sync_threads()
     before, total = Int64(0), Int64(0)
-    for i in range(threads):
+    for i in range(imin(threads, count)):  # threads behind these have no part
         cost = costs[i]
         before += cutlass.select_(i < thread, cost, Int64(0))
         total += cost
     cute.arch.sync_threads()
     if thread == 0:  # the last share ends with the last sequence
-        costs[2] = Int64(tiles.sequences.count)
+        costs[2] = Int64(count)
         costs[3] = Int64(0)
     cute.arch.sync_threads()
     for bound in cutlass.range_constexpr(2):

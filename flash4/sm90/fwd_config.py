@@ -16,7 +16,7 @@ KEY_STEP = 16  # keys that one WGMMA of P V contracts
 MAX_HEAD_DIM = 256
 # Registers per thread of ``mma`` and of ``load``, by warpgroups of ``mma``. Decoding tiles of sequences takes more.
 REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32), 4: (112, 24)}
-VARLEN_REGISTERS = {1: (256, 56), 2: (232, 40), 3: (152, 56), 4: (112, 56)}
+VARLEN_REGISTERS = {1: (256, 56), 2: (232, 48), 3: (152, 56), 4: (112, 56)}
 PACKS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -310,6 +310,8 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
             return {**tile, "skip": True}, why
         return {**tile, "turns": True}, "head dims up to 64: four warpgroups, short blocks"
     by_registers = {64: 128, 96: 128, 128: 128, 160: 112, 192: 112, 224: 80, 256: 64}[tile_dv]
+    if problem.aux:  # loads that mods make for each score are all in flight at once
+        by_registers = {64: 64, 96: 64, 128: 64, 160: 64, 192: 48, 224: 48, 256: 32}[tile_dv]
     tile = {"tile_m": 128, "tile_n": by_registers, "stages": 2, "settle": 12}
     while not ForwardConfig(True, tile_d, tile_dv, causal=False, **tile).fits:
         tile["tile_n"] -= KEY_STEP
