@@ -108,10 +108,9 @@ class LoadOps:
         call, tile_m = self._call, self._call.config.tile_m
         place = call.tiles.place(tile)
         query, head, exists = call.places(tile, range(tile_m))
-        query += place.row_q
-        if call.config.cu_q:  # TMA reads on, into the rows of the next sequence
-            exists = (query < call.q.shape[1]) & (head < (place.head_kv + 1) * call.ratio)
-        rows = call.q[place.batch_q, query[exists], head[exists]]
+        if call.config.cu_q:
+            exists &= query < call.tiles.lengths(tile)[0]
+        rows = call.q[place.batch_q, place.row_q + query[exists], head[exists]]
         self._fill(slot, (tile_m, call.config.tile_d), exists, rows)
 
     def load_k(self, tile, n_block, slot):

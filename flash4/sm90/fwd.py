@@ -160,10 +160,10 @@ class ForwardSm90:
 
         q_rows, o_rows = (c.pack, c.tile_q), (c.pack, MMA_ROWS // c.pack)
         operands = (
-            operand(load, packed_view(q, heads_kv), layouts[0], (q_rows, c.tile_d)),
+            operand(load, self._rows_view(q, heads_kv), layouts[0], (q_rows, c.tile_d)),
             operand(load, permuted_view(k, [1, 3, 2, 0]), layouts[1], (c.tile_n, c.tile_d)),
             operand(load, self._values_view(v), layouts[2], (c.tile_dv, c.tile_n)),
-            operand(save, self._out_view(o, heads_kv), layouts[3], (o_rows, c.tile_dv)),
+            operand(save, self._rows_view(o, heads_kv), layouts[3], (o_rows, c.tile_dv)),
         )
         grid = Grid(
             m_blocks=cute.ceil_div(q.shape[1], c.tile_q),
@@ -206,9 +206,9 @@ class ForwardSm90:
         """V as its loads cut it, (Dv, S, heads_kv, B); see ``LoadOps``."""
         return ragged_values_view(v) if self.config.v_is_ragged else permuted_view(v, [3, 1, 2, 0])
 
-    def _out_view(self, o, heads_kv):
-        """O as its stores cut it, ((heads per KV head, S), Dv, heads_kv, B); see ``MmaOps``."""
-        return ragged_packed_view(o, heads_kv) if self.config.cu_q else packed_view(o, heads_kv)
+    def _rows_view(self, x, heads_kv):
+        """Q and O as tiles cut them, ((heads per KV head, S), D, heads_kv, B); see ``LoadOps`` and ``MmaOps``."""
+        return ragged_packed_view(x, heads_kv) if self.config.cu_q else packed_view(x, heads_kv)
 
     def _sequences(self, q, k, optional):
         """Sequences of a call whose lengths are in tensors."""

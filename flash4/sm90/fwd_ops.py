@@ -78,7 +78,7 @@ class LoadOps:
 
     config: ForwardConfig
     tiles: object
-    q: Operand  # ((heads per KV head, S), D, heads_kv, B)
+    q: Operand  # ((heads per KV head, S), D, heads_kv, B); of packed queries a ragged view instead of B
     k: Operand  # (S, D, heads_kv, B)
     v: Operand  # (Dv, S, heads_kv, B); with the mode of a ragged view before B if the config says so
     sQ: cute.Tensor  # (tile_m, tile_d, 1)
@@ -90,9 +90,14 @@ class LoadOps:
         c = self.config
         tiler = ((c.pack, c.tile_q), c.tile_d)
         place = self.tiles.place(tile)
-        mQ = self.q.tensor[None, None, place.head_kv, place.batch_q]
-        if c.cu_q:  # what comes after the sequence are rows of their own: they do no harm
-            mQ = cute.domain_offset(((0, place.row_q), 0), mQ)
+        if (
+            c.cu_q
+        ):  # a warp's rows decide together when shifts move: not for those of the next sequence
+            seqlen = self.tiles.lengths(tile)[0]
+            mQ = self.q.tensor[None, None, place.head_kv, place.row_q + seqlen]
+            mQ = cute.domain_offset(((0, cute.size(mQ, mode=[0, 1]) - seqlen), 0), mQ)
+        else:
+            mQ = self.q.tensor[None, None, place.head_kv, place.batch_q]
         gQ = cute.local_tile(mQ, tiler, ((place.group, tile.m_block), 0))
         tma_load(self.q.atom, gQ, self.sQ, slot)
 
