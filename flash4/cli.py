@@ -135,6 +135,7 @@ def _problem_options(batch=4, seqlen=4096, heads=16) -> argparse.ArgumentParser:
     text = "cap of scaled scores; default: none"
     group.add_argument("--softcap", type=float, default=0.0, metavar="X", help=text)
     group.add_argument("--sink", action="store_true", help="a learnable sink for each head")
+    group.add_argument("--alibi", action="store_true", help="a slope for each head")
     group.add_argument(
         "--softmax-scale", type=float, metavar="X", help="default: 1 / sqrt(head_dim)"
     )
@@ -168,15 +169,18 @@ def meta_tensors(arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def keywords(arguments) -> dict:
-    """Keywords of ``flash_attn_func`` for the call that the options describe; a sink is without memory."""
+    """Keywords of ``flash_attn_func`` for the call that the options describe; tensors are without memory."""
     a = arguments
-    sink = torch.empty(a.heads, device="meta") if a.sink else None
+    sink, slopes = (
+        torch.empty(a.heads, device="meta") if given else None for given in (a.sink, a.alibi)
+    )
     return {
         "softmax_scale": a.softmax_scale,
         "causal": a.causal,
         "window_size": (a.window_left, a.window_right),
         "softcap": a.softcap,
         "learnable_sink": sink,
+        "alibi_slopes": slopes,
         "pack_gqa": a.pack_gqa,
     }
 

@@ -48,6 +48,10 @@ class Plan:
     def schedule(self, workers: int, left=None, right=None) -> TileSchedule:
         """Tile schedule on a GPU with ``workers`` multiprocessors, as the kernel runs it; sides of the window."""
         p, blocks = self.problem, self.config.blocks(left, right)
+        if p.varlen:
+            raise ValueError(
+                "lengths of sequences are known on the GPU only: tiles are shared out there"
+            )
         workers = min(workers, self.grid.total)
         return TileSchedule(blocks, self.grid, self.section, 0, workers, p.seqlen_q, p.seqlen_k)
 
@@ -58,7 +62,9 @@ class Plan:
             f"heads {p.heads_q}/{p.heads_kv}, head dim {p.head_dim}/{p.head_dim_v}, "
             f"{str(p.dtype).removeprefix('torch.')}{''.join(f', {name}' for name in p.features)}",
             f"  {self.config}",
-            f"  {self.grid.total} tiles of {self.config.tile_q} queries, {self.section} heads per section",
+            f"  about {self.grid.total} tiles of {self.config.tile_q} queries, shared out by cost on the GPU"
+            if p.varlen
+            else f"  {self.grid.total} tiles of {self.config.tile_q} queries, {self.section} heads per section",
         ]
         lines += [f"  because {reason}" for reason in self.reasons]
         lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
@@ -113,9 +119,12 @@ def plan_forward(problem: AttentionProblem, arch: str, workers: int) -> Plan:
     name, kernel, module = taken
     config, reasons = module.choose_config(problem)
     grid = grid_of(problem, config.tile_q, config.pack)
-    if grid.total + workers > MAX_TILES:
+    tiles = grid.total
+    if problem.varlen:  # each sequence, and the rows around all, may have a tile that is not full
+        tiles += (problem.batch + 2) * grid.groups * grid.heads_kv
+    if tiles + workers > MAX_TILES:
         raise NotImplementedError(
-            f"{grid.total} tiles of work; supported are {MAX_TILES}: split the batch"
+            f"{tiles} tiles of work; supported are {MAX_TILES}: split the batch"
         )
     return Plan(
         problem=problem,
@@ -138,7 +147,7 @@ def choose_section(problem: AttentionProblem, config, grid: Grid, workers: int) 
     window that limits the left side. Without that, one that limits the right side is taken for a causal mask: its size
     is known at run time only.
     """
-    if grid.total <= workers:
+    if grid.total <= workers or problem.varlen:  # those of different lengths know no sections
         return grid.head_count
     if problem.window_left or not (problem.causal or problem.window_right):
         return min(grid.head_count, max(MIN_SECTION, -(-workers // grid.m_blocks)))

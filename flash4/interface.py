@@ -7,32 +7,32 @@ import operator
 import torch
 
 from flash4 import ops
+from flash4.common import mods
 from flash4.dispatch import Plan
 from flash4.problem import (
+    LENGTHS,
     MAX_WINDOW,
     NO_LIMIT,
     CallOptions,
+    check_lengths,
+    check_per_head,
     check_scale,
-    check_sink,
     check_softcap,
     check_tensors,
 )
 
-__all__ = ["explain", "flash_attn_func"]
+__all__ = ["explain", "flash_attn_func", "flash_attn_varlen_func"]
 
 # Keywords that are not built yet: accepted only with these values, which ask for nothing.
 _NEUTRAL = {
-    "score_mod": (None,),
     "score_mod_bwd": (None,),
-    "mask_mod": (None,),
-    "aux_tensors": (None,),
     "block_mask": (None,),
-    "alibi_slopes": (None,),
     "dropout_p": (0.0,),
     "q_descale": (None,),
     "k_descale": (None,),
     "v_descale": (None,),
     "num_splits": (0, 1),
+    "page_table": (None,),
 }
 # Keywords that only a few values make sense for.
 _FLAGS = {
@@ -52,7 +52,9 @@ def default_scale(q) -> float:
 def _refuse_unbuilt(keywords: dict):
     """Raise NotImplementedError for the first keyword that asks for something that is not built yet."""
     for name, neutral in _NEUTRAL.items():
-        value = keywords[name]
+        value = keywords.get(name)
+        if name not in keywords:
+            continue
         if value is None and None in neutral:
             continue
         if not isinstance(value, (bool, int, float)) or value not in neutral:
@@ -97,6 +99,23 @@ def _softcap(value) -> float:
     return float(value)
 
 
+def _mods(q, keywords: dict) -> tuple[int, int, list | None]:
+    """(key of score_mod, key of mask_mod, aux tensors) as in ``CallOptions``.
+
+    Raises:
+        TypeError: a mod that is none, or depends on what cannot be told; aux_tensors of the wrong type.
+        ValueError: aux_tensors that are not supported, or that no mod reads.
+    """
+    keys = tuple(mods.register(keywords[name]) for name in ("score_mod", "mask_mod"))
+    aux = keywords["aux_tensors"]
+    if not aux:
+        return *keys, None
+    mods.check_aux(aux, q)
+    if keys == (0, 0):
+        raise ValueError("aux_tensors are for score_mod and mask_mod; this call has neither")
+    return *keys, list(aux)
+
+
 def _options(q, k, v, keywords: dict) -> CallOptions:
     """What a call's keywords ask for; checks them, and what q, k and v are.
 
@@ -109,16 +128,31 @@ def _options(q, k, v, keywords: dict) -> CallOptions:
         _check_flag(name, keywords[name], allowed)
     causal, left, right = _window(keywords["causal"], keywords["window_size"])
     _refuse_unbuilt(keywords)
-    check_tensors(q, k, v)
+    cu_q, cu_k, used_q, used_k = lengths = [keywords.get(name) for name in LENGTHS]
+    check_tensors(q, k, v, cu_q is not None, cu_k is not None)
     scale = keywords["softmax_scale"]
     scale = default_scale(q) if scale is None else float(scale)
     check_scale(scale)
-    sink = keywords["learnable_sink"]
-    if sink is not None:
-        check_sink(sink, q)
+    sink, slopes = keywords["learnable_sink"], keywords["alibi_slopes"]
     softcap = _softcap(keywords["softcap"])
-    options = CallOptions(scale, causal, keywords["pack_gqa"], left, right, softcap, sink)
+    options = CallOptions(
+        scale,
+        causal,
+        keywords["pack_gqa"],
+        left,
+        right,
+        softcap,
+        sink,
+        slopes,
+        *lengths,
+        *_mods(q, keywords),
+    )
     check_softcap(options)
+    if not (cu_q is cu_k is used_q is used_k is None):
+        check_lengths(q, k, options)
+    check_per_head("learnable_sink", sink, q)
+    if slopes is not None:
+        check_per_head("alibi_slopes", slopes, q, options.batch(q))
     return options
 
 
@@ -151,8 +185,10 @@ def _check_flag(name: str, value, allowed):
     Raises:
         TypeError: any other value.
     """
-    if not any(value is choice for choice in allowed):
-        raise TypeError(f"{name} must be one of {allowed}, got {value!r}")
+    for choice in allowed:
+        if value is choice:
+            return
+    raise TypeError(f"{name} must be one of {allowed}, got {value!r}")
 
 
 def _check_out(out, q, v):
@@ -164,7 +200,7 @@ def _check_out(out, q, v):
     """
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out must be a torch.Tensor, got {type(out).__name__}")
-    shape = (*q.shape[:3], v.shape[3])
+    shape = (*q.shape[:-1], v.shape[-1])
     if tuple(out.shape) != shape or out.dtype != q.dtype or out.device != q.device:
         raise ValueError(
             f"out must be {shape}, {q.dtype}, on {q.device}; "
@@ -194,8 +230,8 @@ def _forward_into(out, q, k, v, options: CallOptions):
     Raises:
         ValueError: a gradient is asked for, or the buffer does not fit.
     """
-    inputs = (q, k, v) if options.sink is None else (q, k, v, options.sink)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+    inputs = (q, k, v, options.sink, options.alibi_slopes)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         raise ValueError("out= is not differentiable; call it under torch.no_grad()")
     _check_out(out, q, v)
     if torch.compiler.is_compiling():  # a graph has no use for the buffer before its end
@@ -206,6 +242,18 @@ def _forward_into(out, q, k, v, options: CallOptions):
     lse = ops.run_forward(q, k, v, out, options)
     torch.autograd.graph.increment_version(out)
     return lse
+
+
+def _forward(out, q, k, v, keywords: dict):
+    """Check a call and run it; returns (out, lse)."""
+    options = _options(q, k, v, keywords)
+    if not q.is_cuda:
+        raise ValueError(
+            f"q, k and v must be on a CUDA device, got {q.device}; flash4.reference runs anywhere"
+        )
+    if out is None:
+        return ops.forward(q, k, v, *options)
+    return out, _forward_into(out, q, k, v, options)
 
 
 def flash_attn_func(
@@ -253,12 +301,19 @@ def flash_attn_func(
         softcap: cap of scaled scores, softcap * tanh(softmax_scale * q k^T / softcap); 0 is none, else 1e-38 to 1e30.
         learnable_sink: (heads_q,) logits, float32 or 16 bit (converted to float32): each adds exp(sink) to the softmax
             denominators of its head, and nothing to out. They are not scaled.
-        score_mod: not supported yet.
+        score_mod: (score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors) -> new score; a callable that is traced
+            into the kernel, of arithmetic and comparisons on numbers, without branches. The score is scaled, capped and
+            has its ALiBi; indices count from the start of a sequence; ``seqlen_info`` has seqlen_q, seqlen_k, offset_q
+            and offset_k. It is known by its code and by the numbers that it closes over or names as globals: other
+            numbers compile another kernel.
         score_mod_bwd: not supported yet.
-        mask_mod: not supported yet.
-        aux_tensors: not supported yet.
+        mask_mod: (batch, head, q_idx, kv_idx, seqlen_info, aux_tensors) -> whether the key is seen; as score_mod. Causal
+            and window apply beside it. No block is skipped for it.
+        aux_tensors: tensors that the mods read by index: 1 to 4 dimensions, float32, float16, bfloat16, int32 or int64,
+            any strides. Where a tile reaches past a sequence, indices are those of its last query or key.
         block_mask: not supported yet.
-        alibi_slopes: not supported yet.
+        alibi_slopes: (heads_q,) or (batch, heads_q), float32 or 16 bit (converted to float32): scaled and capped scores
+            lose slope * |p - j|.
         dropout_p: not supported yet.
         deterministic: the forward is bitwise repeatable whatever this says; it governs gradients.
         num_splits: parts that the keys of one query are split into; only 1 is supported yet, and 0 chooses it.
@@ -298,21 +353,130 @@ def flash_attn_func(
         v_descale=v_descale,
         num_splits=num_splits,
     )
-    options = _options(q, k, v, keywords)
-    if not q.is_cuda:
-        raise ValueError(
-            f"q, k and v must be on a CUDA device, got {q.device}; flash4.reference runs anywhere"
-        )
-    if out is None:
-        out, lse = ops.forward(q, k, v, *options)
-    else:
-        lse = _forward_into(out, q, k, v, options)
+    out, lse = _forward(out, q, k, v, keywords)
+    return (out, lse) if return_lse else out
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    *,
+    seqused_q=None,
+    seqused_k=None,
+    page_table=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(None, None),
+    softcap=0.0,
+    learnable_sink=None,
+    score_mod=None,
+    score_mod_bwd=None,
+    mask_mod=None,
+    aux_tensors=None,
+    block_mask=None,
+    alibi_slopes=None,
+    dropout_p=0.0,
+    deterministic=None,
+    num_splits=0,
+    pack_gqa=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    out=None,
+    return_lse=False,
+):
+    """``flash_attn_func`` for sequences of different lengths, which stay on the GPU: nothing waits for them.
+
+    Either side is packed, with ``cu_seqlens``, or a batch of rows; ``seqused`` says how many rows of each sequence are
+    in use, counted from its first. Masks are aligned at the ends of what is in use. What lies in k and v outside that
+    never reaches a result, whatever it holds; rows of q outside that give 0 in out, and -inf in lse. Lengths may be 0.
+
+    Args:
+        q: (total_q, heads_q, head_dim) with ``cu_seqlens_q``, else (batch, seqlen_q, heads_q, head_dim).
+        k: (total_k, heads_kv, head_dim) with ``cu_seqlens_k``, else (batch, seqlen_k, heads_kv, head_dim).
+        v: as k, with head_dim_v.
+        cu_seqlens_q: (batch + 1,) int32, sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q. int64 is
+            converted. Rows before the first and behind the last sequence are of none.
+        cu_seqlens_k: (batch + 1,) int32, the same for k and v.
+        max_seqlen_q: int or tensor; not needed, and not looked at.
+        max_seqlen_k: int or tensor; not needed, and not looked at.
+        seqused_q: (batch,) int32, queries in use; at most as many as are stored.
+        seqused_k: (batch,) int32, keys in use; at most as many as are stored.
+        page_table: not supported yet.
+        softmax_scale: as in ``flash_attn_func``, as are all keywords that follow.
+        causal: mask keys after the query's own position.
+        window_size: (left, right) keys around the query's own position.
+        softcap: cap of scaled scores.
+        learnable_sink: (heads_q,) logits that add to the denominators.
+        score_mod: changes scores.
+        score_mod_bwd: not supported yet.
+        mask_mod: hides keys.
+        aux_tensors: what the mods read.
+        block_mask: not supported yet.
+        alibi_slopes: (heads_q,) or (batch, heads_q) slopes of the distance between query and key.
+        dropout_p: not supported yet.
+        deterministic: the forward is bitwise repeatable whatever this says; it governs gradients.
+        num_splits: only 1 is supported yet, and 0 chooses it.
+        pack_gqa: whether query heads that share a KV head share tiles; None chooses by the mean length.
+        q_descale: not supported yet.
+        k_descale: not supported yet.
+        v_descale: not supported yet.
+        out: buffer to write into, q's shape with head_dim_v; not differentiable.
+        return_lse: also return the log-sum-exp of the scaled scores.
+
+    Returns:
+        out, q's shape with head_dim_v, in q's dtype; with ``return_lse`` the pair (out, lse), lse (heads_q, total_q) or
+        (batch, heads_q, seqlen_q) in float32, natural logarithm.
+
+    Raises:
+        TypeError: not a tensor, or an unsupported dtype.
+        ValueError: sizes or devices that do not fit; the message says what is allowed.
+        NotImplementedError: a keyword or GPU that is not supported yet; the message names it.
+    """
+    for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if not (value is None or isinstance(value, (int, torch.Tensor))):
+            raise TypeError(f"{name} must be an int, a tensor or None, got {value!r}")
+    keywords = dict(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        page_table=page_table,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        learnable_sink=learnable_sink,
+        deterministic=deterministic,
+        pack_gqa=pack_gqa,
+        score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
+        block_mask=block_mask,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        num_splits=num_splits,
+    )
+    out, lse = _forward(out, q, k, v, keywords)
     return (out, lse) if return_lse else out
 
 
 def options_of(q, k, v, **keywords) -> CallOptions:
-    """Checked options of a call of ``flash_attn_func`` with these keywords."""
-    bound = inspect.signature(flash_attn_func).bind(q, k, v, **keywords)
+    """Checked options of a call with these keywords, of ``flash_attn_varlen_func`` if it alone has them."""
+    dense = inspect.signature(flash_attn_func)
+    signature = dense
+    if not keywords.keys() <= dense.parameters.keys():
+        signature = inspect.signature(flash_attn_varlen_func)
+    bound = signature.bind(q, k, v, **keywords)
     bound.apply_defaults()
     return _options(q, k, v, bound.arguments)
 
@@ -321,17 +485,17 @@ def explain(q, k, v, *, arch=None, **keywords) -> Plan:
     """Say how a call would run: kernel, configuration, reasons, and what is copied. Launches and compiles nothing.
 
     Args:
-        q: as in ``flash_attn_func``; tensors on the CPU or the meta device will do.
+        q: as in ``flash_attn_func`` or ``flash_attn_varlen_func``; tensors on the CPU or the meta device will do.
         k: as in ``flash_attn_func``.
         v: as in ``flash_attn_func``.
         arch: target such as "sm_90a"; default the GPU of q, and "sm_90a" for tensors that are on none.
-        keywords: as in ``flash_attn_func``.
+        keywords: as there.
 
     Returns:
         The plan; ``print`` it.
 
     Raises:
-        TypeError: a keyword that ``flash_attn_func`` does not have.
+        TypeError: a keyword that neither has.
         ValueError: as in ``flash_attn_func``, or an empty problem, which needs no kernel.
         NotImplementedError: as in ``flash_attn_func``.
     """

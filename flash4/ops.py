@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flash4.common.mods import AUX
 from flash4.dispatch import Plan, architecture, plan_forward
 from flash4.jit.cache import CACHE
-from flash4.problem import AttentionProblem, CallOptions, check_call, positive_scale
+from flash4.problem import LENGTHS, AttentionProblem, CallOptions, check_call, positive_scale
 
 ALIGNMENT = 16  # bytes; of addresses and strides that TMA takes
 MAX_LAUNCHES = 8_192
@@ -83,7 +84,9 @@ def addressable(x):
 
 
 def empty_output(q, head_dim_v: int):
-    """Output for q: (batch, seqlen_q, heads_q, head_dim_v), in q's memory order of heads and queries."""
+    """Output for q: (batch, seqlen_q, heads_q, head_dim_v), or packed, in q's memory order of heads and queries."""
+    if q.ndim == 3:
+        return empty_output(q[None], head_dim_v)[0]
     batch, seqlen, heads, _ = q.shape
     if q.stride(1) < q.stride(2) and q.transpose(1, 2).is_contiguous():
         return q.new_empty((batch, heads, seqlen, head_dim_v)).transpose(1, 2)
@@ -130,32 +133,66 @@ def _numbers(names: tuple[str, ...], options: CallOptions, scale: float) -> tupl
     return tuple(values[name] for name in names)
 
 
-def _optional_tensor(name: str, options: CallOptions):
+def _optional_tensor(name: str, options: CallOptions, batch: int):
     """What a kernel takes by this name: a tensor of the type and layout that it was compiled for."""
-    return getattr(options, name).detach().to(torch.float32).contiguous()
+    if name.startswith(AUX):
+        return options.aux_tensors[int(name[len(AUX) :])].detach()
+    x = getattr(options, name).detach()
+    if name in LENGTHS:
+        return x.to(torch.int32).contiguous()
+    x = x.to(torch.float32).contiguous()
+    if name == "alibi_slopes" and x.ndim == 1:
+        x = x.expand(batch, -1)
+    return x
+
+
+def empty_lse(q):
+    """Log-sum-exp for q: (batch, heads_q, seqlen_q), or packed (heads_q, total_q)."""
+    *batch, seqlen, heads, _ = q.shape
+    return q.new_empty((*batch, heads, seqlen), dtype=torch.float32)
+
+
+def fill_without_keys(out, lse, options: CallOptions):
+    """Write the result of a call in which no query sees a key."""
+    out.zero_()
+    lse.fill_(float("-inf"))
+    if options.sink is None or not lse.numel() or not options.batch(out):
+        return
+    row = torch.arange(lse.shape[-1], device=lse.device)
+    cu, used, inside = options.cu_seqlens_q, options.seqused_q, None
+    if cu is not None:
+        sequence = torch.bucketize(row, cu[1:], right=True).clamp(max=cu.shape[0] - 2)
+        inside = (row >= cu[0]) & (row < cu[-1])
+        if used is not None:
+            inside &= row - cu[sequence] < used[sequence]
+    elif used is not None:
+        inside = (row < used[:, None])[:, None]
+    sink = options.sink.detach()[:, None].float().expand(lse.shape)
+    lse.copy_(sink if inside is None else torch.where(inside, sink, lse))
 
 
 def run_forward(q, k, v, out, options: CallOptions):
-    """Write attention into ``out`` and return the log-sum-exp; shapes as in ``flash_attn_func``."""
+    """Write attention into ``out`` and return the log-sum-exp; shapes as in the public functions."""
     launch = _launch_for(q, k, v, options)
-    batch, seqlen, heads, _ = q.shape
-    lse = torch.empty((batch, heads, seqlen), dtype=torch.float32, device=q.device)
+    lse = empty_lse(q)
     if launch is None:
-        out.zero_()
-        lse.fill_(float("-inf"))
-        if options.sink is not None:
-            lse.copy_(options.sink.detach()[None, :, None])
+        fill_without_keys(out, lse, options)
         return lse
+    result, batch = lse, options.batch(q)
     q, scale = positive_scale(q, options.softmax_scale)
+    if q.ndim == 3:  # packed sequences: a batch of one to the kernel
+        q, out, lse = q[None], out[None], lse[None]
+    if k.ndim == 3:
+        k, v = k[None], v[None]
     tensors = (addressable(q), addressable(k), addressable(v), addressable_out(out), lse)
-    tensors += tuple(_optional_tensor(name, options) for name in launch.tensors)
+    tensors += tuple(_optional_tensor(name, options, batch) for name in launch.tensors)
     numbers = _numbers(launch.numbers, options, scale)
     if q.device.index == torch.cuda.current_device():
         launch.function(tensors, numbers, launch.section, launch.workers)
     else:
         with torch.cuda.device(q.device):
             launch.function(tensors, numbers, launch.section, launch.workers)
-    return lse
+    return result
 
 
 def addressable_out(out):
@@ -171,15 +208,22 @@ def plan_call(q, k, v, options: CallOptions, arch: str, workers: int) -> Plan:
     copies = [(name, layout_obstacle(x)) for name, x in (("q", q), ("k", k), ("v", v))]
     if options.softmax_scale == 0:
         copies[0] = ("q", "a scale of 0 runs as zeroed queries")
-    if options.sink is not None and options.sink.dtype != torch.float32:
-        copies.append(("learnable_sink", "the kernel takes float32"))
+    for name, x in (("learnable_sink", options.sink), ("alibi_slopes", options.alibi_slopes)):
+        if x is not None and x.dtype != torch.float32:
+            copies.append((name, "the kernel takes float32"))
+    for name, x in zip(LENGTHS, options.lengths, strict=True):
+        if x is not None and x.dtype != torch.int32:
+            copies.append((name, "the kernel takes int32"))
     return replace(plan, copies=tuple(f"{name}: {why}" for name, why in copies if why is not None))
 
 
 torch.library.define(
     "flash4::forward",
     "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal=False, bool? pack_gqa=None, "
-    "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, Tensor? sink=None) -> (Tensor, Tensor)",
+    "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, Tensor? sink=None, "
+    "Tensor? alibi_slopes=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
+    "int score_mod=0, int mask_mod=0, Tensor[]? aux_tensors=None) "
+    "-> (Tensor, Tensor)",
 )
 
 
@@ -192,8 +236,7 @@ def _forward(q, k, v, *options):
 @torch.library.register_fake("flash4::forward")
 def _forward_fake(q, k, v, *options):
     check_call(q, k, v, CallOptions(*options))
-    batch, seqlen, heads, _ = q.shape
-    return empty_output(q, v.shape[-1]), q.new_empty((batch, heads, seqlen), dtype=torch.float32)
+    return empty_output(q, v.shape[-1]), empty_lse(q)
 
 
 def _backward(ctx, grad_out, grad_lse):

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from flash4.common.mods import check_aux, encode_aux
+
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIM_STEP = 8  # 16 bytes: the granularity of TMA and of cp.async
 MAX_HEAD_DIM = 256
@@ -13,6 +15,9 @@ MIN_SCALE = 1e-38  # times log2 e it is still a normal float32
 NO_LIMIT = -1  # a side of a window
 MAX_WINDOW = 2**30  # sums of two such numbers fit int32; a side of at least this is no limit
 MAX_SEQLEN = 2**30 - 1
+
+
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")  # fields of CallOptions
 
 
 class CallOptions(NamedTuple):
@@ -26,6 +31,14 @@ class CallOptions(NamedTuple):
         window_right: keys after it, at least 1; -1 is no limit, or ``causal``.
         softcap: scores are capped to this; 0 is no cap.
         sink: (heads_q,) logits that add to the denominator, or None.
+        alibi_slopes: (heads_q,) or (batch, heads_q) slopes, or None.
+        cu_seqlens_q: (batch + 1,) rows where sequences begin and end in packed q; None if q is not packed.
+        cu_seqlens_k: (batch + 1,) the same of packed k and v.
+        seqused_q: (batch,) queries in use; None if all are.
+        seqused_k: (batch,) keys in use; None if all are.
+        score_mod: key of the callable that changes scores; 0 is none.
+        mask_mod: key of the callable that hides keys; 0 is none.
+        aux_tensors: what those read besides, or None.
     """
 
     softmax_scale: float
@@ -35,11 +48,23 @@ class CallOptions(NamedTuple):
     window_right: int = NO_LIMIT
     softcap: float = 0.0
     sink: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    seqused_q: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+    score_mod: int = 0
+    mask_mod: int = 0
+    aux_tensors: list[torch.Tensor] | None = None
+
+    @property
+    def lengths(self) -> tuple:
+        """Tensors that say where sequences lie, or None in their places."""
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k
 
     @property
     def flags(self) -> tuple:
         """What of them decides about the kernel, as plain values."""
-        sink = self.sink
         return (
             self.causal,
             self.softmax_scale < 0,
@@ -47,13 +72,23 @@ class CallOptions(NamedTuple):
             self.window_left >= 0,
             self.window_right >= 0,
             self.softcap != 0,
-            None if sink is None else (sink.shape, sink.dtype, sink.device),
+            self.score_mod,
+            self.mask_mod,
+            *[
+                None if x is None else (x.shape, x.dtype, x.device)
+                for x in (self.sink, self.alibi_slopes, *self.lengths)
+            ],
+            *[(x.dtype, x.ndim) for x in self.aux_tensors or ()],
         )
+
+    def batch(self, q) -> int:
+        """Sequences of a call whose queries are ``q``."""
+        return q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """Hashable facts of one dense attention call.
+    """Hashable facts of one attention call.
 
     Attributes:
         dtype: element type of q, k, v and out.
@@ -71,6 +106,14 @@ class AttentionProblem:
         window_right: a window limits the keys after it, and lets some through (none is ``causal``).
         softcap: scores are capped.
         sink: each query head has a logit that adds to the softmax denominator.
+        alibi: scores lose a slope of their head times the distance between query and key.
+        score_mod: key of the callable that changes scores (``common.mods``); 0 is none.
+        mask_mod: key of the callable that hides keys; 0 is none.
+        aux: types of the tensors that those read (``encode_aux``).
+        cu_q: queries are packed; ``seqlen_q`` is their mean length, rounded up.
+        cu_k: keys and values are packed; ``seqlen_k`` is their mean length, rounded up.
+        used_q: queries in use are counted for each sequence.
+        used_k: keys in use are counted for each sequence.
     """
 
     dtype: torch.dtype
@@ -88,6 +131,19 @@ class AttentionProblem:
     window_right: bool = False
     softcap: bool = False
     sink: bool = False
+    alibi: bool = False
+    score_mod: int = 0
+    mask_mod: int = 0
+    aux: int = 0
+    cu_q: bool = False
+    cu_k: bool = False
+    used_q: bool = False
+    used_k: bool = False
+
+    @property
+    def varlen(self) -> bool:
+        """Lengths of sequences are known on the GPU only."""
+        return self.cu_q or self.cu_k or self.used_q or self.used_k
 
     @property
     def gqa_ratio(self) -> int:
@@ -101,13 +157,20 @@ class AttentionProblem:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Names of what modifies or masks scores."""
+        """Names of what modifies or masks scores, or says how long sequences are."""
         given = {
             "causal": self.causal,
             "window at the left": self.window_left,
             "window at the right": self.window_right,
             "softcap": self.softcap,
             "sink": self.sink,
+            "alibi": self.alibi,
+            "score_mod": self.score_mod,
+            "mask_mod": self.mask_mod,
+            "cu_seqlens_q": self.cu_q,
+            "cu_seqlens_k": self.cu_k,
+            "seqused_q": self.used_q,
+            "seqused_k": self.used_k,
         }
         return tuple(name for name, present in given.items() if present)
 
@@ -119,12 +182,12 @@ class AttentionProblem:
 
     @classmethod
     def from_tensors(cls, q, k, v, **options):
-        """Check a dense call and return its facts.
+        """Check a call and return its facts.
 
         Args:
-            q: (batch, seqlen_q, heads_q, head_dim), float16 or bfloat16.
-            k: (batch, seqlen_k, heads_kv, head_dim).
-            v: (batch, seqlen_k, heads_kv, head_dim_v).
+            q: (batch, seqlen_q, heads_q, head_dim), or packed (total_q, heads_q, head_dim), float16 or bfloat16.
+            k: (batch, seqlen_k, heads_kv, head_dim), or packed.
+            v: (batch, seqlen_k, heads_kv, head_dim_v), or packed as k.
             options: fields of ``CallOptions``.
 
         Raises:
@@ -137,15 +200,21 @@ class AttentionProblem:
     def of_call(cls, q, k, v, options: CallOptions):
         """As ``from_tensors``."""
         check_call(q, k, v, options)
+        batch = options.batch(q)
+
+        def mean_length(x, packed):
+            return -(-x.shape[0] // max(batch, 1)) if packed else x.shape[1]
+
+        cu_q, cu_k, used_q, used_k = (x is not None for x in options.lengths)
         return cls(
             dtype=q.dtype,
-            batch=q.shape[0],
-            seqlen_q=q.shape[1],
-            seqlen_k=k.shape[1],
-            heads_q=q.shape[2],
-            heads_kv=k.shape[2],
-            head_dim=q.shape[3],
-            head_dim_v=v.shape[3],
+            batch=batch,
+            seqlen_q=mean_length(q, cu_q),
+            seqlen_k=mean_length(k, cu_k),
+            heads_q=q.shape[-2],
+            heads_kv=k.shape[-2],
+            head_dim=q.shape[-1],
+            head_dim_v=v.shape[-1],
             causal=options.causal,
             negative_scale=options.softmax_scale < 0,
             pack_gqa=options.pack_gqa,
@@ -153,32 +222,48 @@ class AttentionProblem:
             window_right=options.window_right >= 0,
             softcap=options.softcap != 0,
             sink=options.sink is not None,
+            alibi=options.alibi_slopes is not None,
+            score_mod=options.score_mod,
+            mask_mod=options.mask_mod,
+            aux=encode_aux(options.aux_tensors),
+            cu_q=cu_q,
+            cu_k=cu_k,
+            used_q=used_q,
+            used_k=used_k,
         )
 
 
 def check_call(q, k, v, options: CallOptions):
     """Check everything about a call; see the checks for what they raise."""
-    check_tensors(q, k, v)
+    packed_q, packed_k = options.cu_seqlens_q is not None, options.cu_seqlens_k is not None
+    check_tensors(q, k, v, packed_q, packed_k)
     check_sizes(q, k, v)
+    check_lengths(q, k, options)
     check_scale(options.softmax_scale)
     check_softcap(options)
-    if options.sink is not None:
-        check_sink(options.sink, q)
+    check_per_head("learnable_sink", options.sink, q)
+    check_per_head("alibi_slopes", options.alibi_slopes, q, options.batch(q))
+    check_aux(options.aux_tensors or (), q)
 
 
-def check_tensors(q, k, v):
+def check_tensors(q, k, v, packed_q: bool = False, packed_k: bool = False):
     """Check types, ranks, dtypes and devices of q, k and v.
 
     Raises:
         TypeError: not a tensor, or a dtype other than float16 and bfloat16, or mixed dtypes.
-        ValueError: not 4-dimensional, or on different devices.
+        ValueError: not 4-dimensional, or 3-dimensional if packed, or on different devices.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    for name, x, packed in (("q", q, packed_q), ("k", k, packed_k), ("v", v, packed_k)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.ndim != 4:
+        if packed and x.ndim != 3:
+            raise ValueError(
+                f"packed {name} must have 3 dimensions (total, heads, head_dim), got shape {tuple(x.shape)}"
+            )
+        if not packed and x.ndim != 4:
             raise ValueError(
                 f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), got shape {tuple(x.shape)}"
+                + ("; packed sequences need cu_seqlens" if x.ndim == 3 else "")
             )
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} is {x.dtype}; supported are torch.float16 and torch.bfloat16")
@@ -225,26 +310,28 @@ def check_softcap(options: CallOptions):
         )
 
 
-def check_sink(sink, q):
-    """Check the logits of a learnable sink.
+def check_per_head(name: str, x, q, batch: int | None = None):
+    """Check a tensor of one number for each query head, or, with ``batch``, also for each sequence and head.
 
     Raises:
         TypeError: not a tensor, or a dtype other than float32, float16 and bfloat16.
-        ValueError: not one for each query head, or on another device.
+        ValueError: another shape, or on another device.
     """
-    if not isinstance(sink, torch.Tensor):
-        raise TypeError(f"learnable_sink must be a torch.Tensor, got {type(sink).__name__}")
-    if sink.dtype not in (torch.float32, *DTYPES):
+    if x is None:
+        return
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in (torch.float32, *DTYPES):
         raise TypeError(
-            f"learnable_sink is {sink.dtype}; supported are torch.float32, torch.float16 and torch.bfloat16"
+            f"{name} is {x.dtype}; supported are torch.float32, torch.float16 and torch.bfloat16"
         )
-    heads = q.shape[-2]
-    if sink.ndim != 1 or sink.shape[0] != heads:
+    shapes = [(q.shape[-2],)] + ([] if batch is None else [(batch, q.shape[-2])])
+    if tuple(x.shape) not in shapes:
         raise ValueError(
-            f"learnable_sink must be ({heads},), one for each query head, got {tuple(sink.shape)}"
+            f"{name} must be {' or '.join(map(str, shapes))}, a number for each query head, got {tuple(x.shape)}"
         )
-    if sink.device != q.device:
-        raise ValueError(f"learnable_sink must be on {q.device} as q, got {sink.device}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on {q.device} as q, got {x.device}")
 
 
 def positive_scale(q, softmax_scale: float):
@@ -263,24 +350,54 @@ def check_sizes(q, k, v):
     Raises:
         ValueError: with the sizes, the limit and the nearest supported choice.
     """
-    if k.shape[:3] != v.shape[:3]:
+    if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
             f"k and v must agree in batch, seqlen and heads, got k {tuple(k.shape)} and v {tuple(v.shape)}"
         )
-    if q.shape[0] != k.shape[0]:
+    if q.ndim == k.ndim == 4 and q.shape[0] != k.shape[0]:
         raise ValueError(f"q and k must agree in batch, got {q.shape[0]} and {k.shape[0]}")
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k must agree in head_dim, got {q.shape[3]} and {k.shape[3]}")
-    heads_q, heads_kv = q.shape[2], k.shape[2]
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k must agree in head_dim, got {q.shape[-1]} and {k.shape[-1]}")
+    heads_q, heads_kv = q.shape[-2], k.shape[-2]
     if (heads_kv == 0 and heads_q != 0) or (heads_kv != 0 and heads_q % heads_kv):
         raise ValueError(
             f"query heads must be a multiple of KV heads, got {heads_q} query heads and {heads_kv} KV heads"
         )
     for name, x in (("q", q), ("k", k)):
-        if x.shape[1] > MAX_SEQLEN:
-            raise ValueError(f"seqlen of {name} is {x.shape[1]}; supported are up to {MAX_SEQLEN}")
-    check_head_dim("head_dim of q and k", q.shape[3])
-    check_head_dim("head_dim of v", v.shape[3])
+        if x.shape[-3] > MAX_SEQLEN:
+            raise ValueError(f"{name} has {x.shape[-3]} rows; supported are up to {MAX_SEQLEN}")
+    check_head_dim("head_dim of q and k", q.shape[-1])
+    check_head_dim("head_dim of v", v.shape[-1])
+
+
+def check_lengths(q, k, options: CallOptions):
+    """Check the tensors that say where sequences lie and how long they are; their values are the caller's business.
+
+    Raises:
+        TypeError: not a tensor of int32 or int64.
+        ValueError: wrong shape or device, or numbers of sequences that differ.
+    """
+    batch = None
+    for name, x in zip(LENGTHS, options.lengths, strict=True):
+        if x is None:
+            continue
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} is {x.dtype}; supported are torch.int32 and torch.int64")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on {q.device} as q, got {x.device}")
+        cumulative = name.startswith("cu")
+        if x.ndim != 1 or (cumulative and x.shape[0] == 0):
+            size = "batch + 1" if cumulative else "batch"
+            raise ValueError(f"{name} must have shape ({size},), got {tuple(x.shape)}")
+        batch = options.batch(q) if batch is None else batch
+        if x.shape[0] - cumulative != batch:
+            raise ValueError(
+                f"q holds {batch} sequences, {name} of shape {tuple(x.shape)} speaks of {x.shape[0] - cumulative}"
+            )
+    if batch is not None and k.ndim == 4 and k.shape[0] != batch:
+        raise ValueError(f"q holds {batch} sequences, k and v hold {k.shape[0]}")
 
 
 def check_head_dim(name: str, head_dim: int):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+import flash4
+from flash4.common import mods
+
 T = TypeVar("T")
 Choose = Callable[[Sequence[T]], T]
 
@@ -20,13 +24,42 @@ MAX_SCORES = 64 * 2**20
 
 TILES = (64, 80, 112, 128, 192, 256)
 HEAD_DIMS = (64, 128, 96, 192, 256)
-FEATURES = ("window", "softcap", "sink")
+
+
+def relative_bias(score, batch, head, q_idx, kv_idx, info, aux):
+    """Scores fall with the place of the key, by a global number."""
+    return score - RELATIVE_SLOPE * (kv_idx + info.offset_k - info.seqlen_q)
+
+
+def bias_of_heads(score, batch, head, q_idx, kv_idx, info, aux):
+    """A table lookup, by head and place."""
+    return 0.5 * score + aux[0][head, (q_idx + 3 * kv_idx) % 8]
+
+
+def dilated(batch, head, q_idx, kv_idx, info, aux):
+    """Two keys of three, others for every query; whole rows see nothing where a window is narrow."""
+    return (q_idx + kv_idx) % 3 != 1
+
+
+def same_document(batch, head, q_idx, kv_idx, info, aux):
+    """Queries see keys of their own document."""
+    return aux[1][batch, q_idx] == aux[1][batch, kv_idx]
+
+
+RELATIVE_SLOPE = 0.01
+SCORE_MODS = {"relative": relative_bias, "heads": bias_of_heads}
+MASK_MODS = {"dilated": dilated, "documents": same_document}
+for mod in (*SCORE_MODS.values(), *MASK_MODS.values()):
+    mods.register(mod)  # a process that compiles for another one finds them by their keys
+
+FEATURES = ("window", "softcap", "sink", "lengths", "lengths", "alibi", "mods")
+# Which of cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k a call has.
+LENGTHS = (*[(1, 1, 0, 0)] * 3, *[(0, 0, 0, 1)] * 2, (1, 0, 0, 1), (1, 1, 1, 1))
 FEATURE_HEAD_DIMS = (
-    (64, 64, torch.bfloat16),
-    (128, 128, torch.bfloat16),
-    (40, 64, torch.float16),
-    (192, 128, torch.bfloat16),
-    (256, 256, torch.float16),
+    *[(128, 128, torch.bfloat16)] * 7,
+    *[(64, 64, torch.float16)] * 5,
+    *[(40, 56, torch.float16)] * 2,
+    *[(192, 128, torch.bfloat16)] * 3,
 )
 RATIOS = (1, 2, 3, 4, 5, 7, 8, 16)
 LAYOUTS = (
@@ -43,7 +76,7 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """One dense attention call; `str()` of it is an expression that builds it again.
+    """One attention call; `str()` of it is an expression that builds it again.
 
     Attributes:
         dtype: of q, k and v.
@@ -62,6 +95,14 @@ class Problem:
         window_size: as in the public functions.
         softcap: as in the public functions.
         sink: mean of the learnable sinks; None is none.
+        score_mod: name in `SCORE_MODS`.
+        mask_mod: name in `MASK_MODS`.
+        alibi: slopes, "by head" or "by batch and head"; None is none.
+        lengths_q: queries of each sequence, which packs q; `batch` and `seqlen_q` then say nothing.
+        lengths_k: keys of each sequence, which packs k and v.
+        used_q: queries in use of each sequence.
+        used_k: keys in use of each sequence.
+        around: rows of no sequence, before the first and behind the last of what is packed.
     """
 
     dtype: torch.dtype = torch.float16
@@ -80,6 +121,14 @@ class Problem:
     window_size: tuple[int | None, int | None] = (None, None)
     softcap: float = 0.0
     sink: float | None = None
+    alibi: str | None = None
+    score_mod: str | None = None
+    mask_mod: str | None = None
+    lengths_q: tuple[int, ...] | None = None
+    lengths_k: tuple[int, ...] | None = None
+    used_q: tuple[int, ...] | None = None
+    used_k: tuple[int, ...] | None = None
+    around: tuple[int, int] = (0, 0)
 
     def __str__(self) -> str:
         given = (
@@ -95,12 +144,76 @@ class Problem:
         return self.heads_kv * self.ratio
 
     @property
+    def sequences(self) -> int:
+        """Number of sequences."""
+        given = (self.lengths_q, self.lengths_k, self.used_q, self.used_k)
+        return next((len(x) for x in given if x is not None), self.batch)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """Public function that takes the call."""
+        given = (self.lengths_q, self.lengths_k, self.used_q, self.used_k)
+        dense = all(x is None for x in given)
+        return flash4.flash_attn_func if dense else flash4.flash_attn_varlen_func
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of out."""
+        return (*self._rows(self.lengths_q, self.seqlen_q), self.heads, self.head_dim_v)
+
+    @property
+    def shapes(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v without memory, contiguous."""
+        queries, keys = (
+            self._rows(lengths, seqlen)
+            for lengths, seqlen in (
+                (self.lengths_q, self.seqlen_q),
+                (self.lengths_k, self.seqlen_k),
+            )
+        )
+        return tuple(
+            torch.empty(*rows, heads, head_dim, dtype=self.dtype, device="meta")
+            for rows, heads, head_dim in (
+                (queries, self.heads, self.head_dim),
+                (keys, self.heads_kv, self.head_dim),
+                (keys, self.heads_kv, self.head_dim_v),
+            )
+        )
+
+    def _rows(self, lengths: tuple[int, ...] | None, seqlen: int) -> tuple[int, ...]:
+        if lengths is None:
+            return self.sequences, seqlen
+        return (self.around[0] + sum(lengths) + self.around[1],)
+
+    def _begins(self, lengths: tuple[int, ...]) -> list[int]:
+        return list(itertools.accumulate(lengths, initial=self.around[0]))
+
+    def _outside(
+        self, lengths: tuple[int, ...] | None, used: tuple[int, ...] | None, seqlen: int
+    ) -> Tensor | None:
+        """Rows that are of no sequence or not in use; None if there are none."""
+        if lengths is None and used is None:
+            return None
+        outside = torch.ones(self._rows(lengths, seqlen), dtype=torch.bool)
+        for b, n in enumerate(used or lengths):
+            if lengths is None:
+                outside[b, :n] = False
+            else:
+                begin = self._begins(lengths)[b]
+                outside[begin : begin + n] = False
+        return outside
+
+    @property
     def scores(self) -> int:
         """Query-key pairs, masked ones included, over all heads and sequences."""
+        if self.lengths_q is not None or self.lengths_k is not None:
+            queries = self.lengths_q or (self.seqlen_q,) * self.sequences
+            keys = self.lengths_k or (self.seqlen_k,) * self.sequences
+            return self.heads * sum(a * b for a, b in zip(queries, keys, strict=True))
         return self.batch * self.heads * self.seqlen_q * self.seqlen_k
 
     def keywords(self, device: torch.device | str = "cpu") -> dict[str, Any]:
-        """Build the keyword arguments of `flash_attn_func`; always the same for a problem."""
+        """Build the keyword arguments of `function`; always the same for a problem."""
         sink = None
         if self.sink is not None:
             generator = torch.Generator().manual_seed(self.heads)
@@ -108,39 +221,77 @@ class Problem:
             if self.heads > 2:
                 sink[0] = -torch.inf  # as if that head had none
             sink = sink.to(device)
-        return {
+        slopes = None
+        if self.alibi is not None:
+            slopes = 2.0 ** -torch.linspace(1, 8, self.heads)
+            if self.alibi == "by batch and head":
+                slopes = slopes * torch.linspace(1, -0.5, self.sequences)[:, None]
+            slopes = slopes.to(device)
+        keywords = {
             "causal": self.causal,
             "softmax_scale": self.softmax_scale,
             "pack_gqa": self.pack_gqa,
             "window_size": self.window_size,
             "softcap": self.softcap,
             "learnable_sink": sink,
+            "alibi_slopes": slopes,
         }
+        lengths = {
+            "cu_seqlens_q": self.lengths_q and self._begins(self.lengths_q),
+            "cu_seqlens_k": self.lengths_k and self._begins(self.lengths_k),
+            "seqused_q": self.used_q,
+            "seqused_k": self.used_k,
+        }
+        if self.score_mod is not None or self.mask_mod is not None:
+            keywords["score_mod"] = SCORE_MODS.get(self.score_mod)
+            keywords["mask_mod"] = MASK_MODS.get(self.mask_mod)
+            keywords["aux_tensors"] = [x.to(device) for x in self._aux_tensors()]
+        for name, numbers in lengths.items():
+            if numbers is not None:
+                keywords[name] = torch.tensor(numbers, dtype=torch.int32, device=device)
+        return keywords
+
+    def _aux_tensors(self) -> tuple[Tensor, Tensor]:
+        """What the mods read: biases, and the document of each place; not contiguous."""
+        generator = torch.Generator().manual_seed(1)
+        biases = torch.randn(8, self.heads, generator=generator).t()
+        stored = (*(self.lengths_q or (self.seqlen_q,)), *(self.lengths_k or (self.seqlen_k,)))
+        places = torch.arange(max(*stored, 1), dtype=torch.int32)
+        documents = torch.stack([places // (40 + 30 * b) for b in range(self.sequences)])
+        return biases, documents
 
     def tensors(
         self, device: torch.device | str = "cpu", seed: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Build q, k and v, random normal, in their layouts; what lies between is NaN."""
+        """Build q, k and v, random normal, in their layouts; what lies between, and what is not in use, is NaN."""
         generator = torch.Generator(device).manual_seed(seed)
+        queries = (self.lengths_q, self.used_q, self.seqlen_q)
+        keys = (self.lengths_k, self.used_k, self.seqlen_k)
         sizes = (
-            (self.seqlen_q, self.heads, self.head_dim),
-            (self.seqlen_k, self.heads_kv, self.head_dim),
-            (self.seqlen_k, self.heads_kv, self.head_dim_v),
+            (queries, self.heads, self.head_dim),
+            (keys, self.heads_kv, self.head_dim),
+            (keys, self.heads_kv, self.head_dim_v),
         )
         tensors = []
-        for slot, (size, layout) in enumerate(zip(sizes, self.layouts, strict=True)):
-            shape = (self.batch, *size)
-            tensor, source_shape = _empty(shape, layout, slot, self.dtype, device)
+        for slot, ((rows, *size), layout) in enumerate(zip(sizes, self.layouts, strict=True)):
+            shape = (*self._rows(rows[0], rows[2]), *size)
+            packed = len(shape) == 3
+            full = (1, *shape) if packed else shape
+            tensor, source_shape = _empty(full, layout, slot, self.dtype, device)
             source = torch.randn(source_shape, device=device, generator=generator)
             tensor.copy_(source * self.value_scale)
-            tensors.append(tensor.expand(shape))
+            outside = self._outside(*rows)
+            # Sequences that share their rows do not all use the same ones.
+            if outside is not None and (packed or tensor.shape[0] == full[0]):
+                tensor[outside[None] if packed else outside] = torch.nan
+            tensor = tensor.expand(full)
+            tensors.append(tensor[0] if packed else tensor)
         return tuple(tensors)
 
     def output_gradient(self, device: torch.device | str = "cpu", seed: int = 0) -> Tensor:
         """Build a random normal gradient of out, contiguous."""
         generator = torch.Generator(device).manual_seed(seed + 1)
-        shape = (self.batch, self.seqlen_q, self.heads, self.head_dim_v)
-        return torch.randn(shape, device=device, generator=generator).to(self.dtype)
+        return torch.randn(self.out_shape, device=device, generator=generator).to(self.dtype)
 
 
 def _empty(
@@ -216,7 +367,9 @@ def _add_features(choose: Choose, problem: Problem) -> Problem:
     head_dim, head_dim_v, dtype = choose(FEATURE_HEAD_DIMS)
     # Packed by choice of the library only, and by one ratio, for the same reason.
     changes = dict(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, pack_gqa=None)
-    changes["ratio"] = 1 if problem.ratio in (1, 2) else min(problem.ratio, 4)
+    changes["ratio"] = min(problem.ratio, choose((1, 1, 4)))
+    if changes["ratio"] != 4:
+        changes["ratio"] = 1
     if problem.softmax_scale is not None and problem.softmax_scale < 0:
         changes["softmax_scale"] = None
     if "window" in names:
@@ -226,7 +379,41 @@ def _add_features(choose: Choose, problem: Problem) -> Problem:
         changes["softcap"] = choose((5.0, 1.0, 30.0, 0.1, 1e4))
     if "sink" in names:
         changes["sink"] = choose((0.0, 4.0, -40.0, 40.0))
+    if "alibi" in names:
+        changes["alibi"] = choose(("by head", "by batch and head"))
+    if "mods" in names:  # with many other features and lengths, but one kernel's tile
+        changes |= dict(head_dim=128, head_dim_v=128, dtype=torch.bfloat16)
+        kinds = ((None, "dilated"), ("heads", None), ("relative", "documents"))
+        changes["score_mod"], changes["mask_mod"] = choose(kinds)
+    if "lengths" in names:
+        changes |= _choose_lengths(choose, problem)
     return dataclasses.replace(problem, **changes)
+
+
+def _choose_lengths(choose: Choose, problem: Problem) -> dict[str, Any]:
+    """Lengths of the sequences, none longer than those of the dense problem."""
+    longest_q, longest_k, batch = problem.seqlen_q, problem.seqlen_k, choose((1, 2, 3, 5, 9))
+    batch = max(1, min(batch, MAX_SCORES // max(1, problem.heads * longest_q * longest_k)))
+
+    def draw(longest: int) -> tuple[int, ...]:
+        some = (longest, 0, 1, longest // 3, *range(0, longest + 1, 1 + longest // 30))
+        return tuple(choose(some) for _ in range(batch))
+
+    def part(lengths: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(choose((n, n, n // 2, max(n - 1, 0), 0)) for n in lengths)
+
+    packs_q, packs_k, uses_q, uses_k = choose(LENGTHS)
+    lengths_q, lengths_k = (draw(n) if n else (n,) * batch for n in (longest_q, longest_k))
+    stored_q = lengths_q if packs_q else (longest_q,) * batch
+    stored_k = lengths_k if packs_k else (longest_k,) * batch
+    return dict(
+        batch=batch,
+        lengths_q=stored_q if packs_q else None,
+        lengths_k=stored_k if packs_k else None,
+        used_q=part(stored_q) if uses_q else None,
+        used_k=part(stored_k) if uses_k else None,
+        around=choose(((0, 0), (0, 0), (0, 3), (5, 130))),
+    )
 
 
 def _choose_window(choose: Choose, problem: Problem) -> tuple[int | None, int | None]:

@@ -39,6 +39,31 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a tile lies in the tensors of a call.
+
+    Attributes:
+        group: group of packed query heads within the heads that share ``head_kv``.
+        head_kv: KV head.
+        batch: number of its sequence in the call.
+        batch_q: batch entry of q; 0 if it is packed.
+        batch_k: batch entry of k and v; 0 if they are packed.
+        row_q: first row of its sequence in packed q, else 0.
+        row_k: first row of its sequence in packed k and v, else 0.
+        stored_q: rows that its sequence has in q.
+    """
+
+    group: object
+    head_kv: object
+    batch: object
+    batch_q: object
+    batch_k: object
+    row_q: object
+    row_k: object
+    stored_q: object
+
+
+@dataclass(frozen=True)
 class Grid:
     """Extent of the work, in tiles.
 
@@ -95,6 +120,11 @@ class TileSchedule:
     def lengths(self, tile):
         """(queries, keys) of a tile's sequence."""
         return self.seqlen_q, self.seqlen_k
+
+    def place(self, tile) -> Place:
+        """Where a tile lies."""
+        batch = tile.batch
+        return Place(tile.group, tile.head_kv, batch, batch, batch, 0, 0, self.seqlen_q)
 
     @property
     def descends(self) -> bool:

@@ -116,8 +116,9 @@ def command(arguments, what: Study, shapes, keywords) -> int:
     tensors, config = draw(shapes), what.plan.config
     keywords = {k: draw([v])[0] if isinstance(v, torch.Tensor) else v for k, v in keywords.items()}
     options = options_of(*tensors, **keywords)
-    if options.sink is not None:
-        options = options._replace(sink=options.sink.numpy())
+    for name in ("sink", "alibi_slopes"):
+        if getattr(options, name) is not None:
+            options = options._replace(**{name: getattr(options, name).numpy()})
     _say_what(arguments, what)
     print(f"seed {arguments.seed}, {arguments.ctas} CTAs", flush=True)
     arrays = [x.float().numpy() for x in tensors]

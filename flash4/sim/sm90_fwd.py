@@ -8,11 +8,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from flash4.common import mods
 from flash4.common.dsl import plain
 from flash4.common.geometry import Phase, ceil_div
 from flash4.common.graph import WARP, WARPGROUP
+from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
+from flash4.common.shares import shares_of
 from flash4.common.tiles import Grid, TileSchedule
+from flash4.common.varlen import Sequences, VarlenSchedule
 from flash4.problem import CallOptions, positive_scale
 from flash4.sim.barriers import NamedBarrier
 from flash4.sim.limits import check_graph
@@ -61,7 +65,12 @@ class Call:
     out: np.ndarray
     lse: np.ndarray
     options: CallOptions
-    tiles: TileSchedule
+    tiles: object
+
+    @property
+    def ratio(self) -> int:
+        """Query heads per KV head."""
+        return self.q.shape[2] // self.k.shape[2]
 
     @property
     def scale(self) -> np.float32:
@@ -70,8 +79,15 @@ class Call:
         return np.float32(scale / (self.options.softcap or 1.0))
 
     @property
+    def natural_scale(self) -> np.float32:
+        """Factor that makes a scaled score of a score, or of the tanh of one."""
+        return np.float32(self.options.softcap or self.scale)
+
+    @property
     def scale_log2(self) -> np.float32:
         """Factor of what the softmax takes, in log2 units: a score, or the tanh of a scaled score."""
+        if self.config.natural:
+            return np.float32(LOG2E)
         return (
             np.float32(self.options.softcap * LOG2E)
             if self.config.softcap
@@ -80,11 +96,12 @@ class Call:
 
     def places(self, tile, rows: range):
         """(queries, heads, whether they exist) of rows of a tile."""
+        place = self.tiles.place(tile)
         query, head = np.divmod(np.array(rows), self.config.pack)
         query += tile.m_block * self.config.tile_q
-        head += tile.group * self.config.pack
-        ratio = self.q.shape[2] // self.k.shape[2]
-        return query, tile.head_kv * ratio + head, (query < self.tiles.seqlen_q) & (head < ratio)
+        head += place.group * self.config.pack
+        exists = (query < place.stored_q) & (head < self.ratio)
+        return query, place.head_kv * self.ratio + head, exists
 
 
 class Tiles:
@@ -102,9 +119,11 @@ class Tiles:
 
     def next(self, tile):
         """Return the tile after ``tile``."""
+        if self._barrier is None:
+            return self._schedule.next(tile)
         schedule, again = self._schedule, tile.again
         index = schedule.next_index(tile.index)
-        if index >= schedule.grid.total and not again and self._barrier is not None:
+        if index >= schedule.grid.total and not again:
             self.before_again()
             phase = self._barrier.phase
             self._barrier.arrive(self._warps)
@@ -131,22 +150,29 @@ class LoadOps:
     def load_q(self, tile, slot):
         """Fill a Q slot with the tile's queries."""
         call, tile_m = self._call, self._call.config.tile_m
+        place = call.tiles.place(tile)
         query, head, exists = call.places(tile, range(tile_m))
-        rows = call.q[tile.batch, query[exists], head[exists]]
+        if call.config.cu_q:
+            exists &= query < call.tiles.lengths(tile)[0]
+        rows = call.q[place.batch_q, place.row_q + query[exists], head[exists]]
         self._fill(slot, (tile_m, call.config.tile_d), exists, rows)
 
     def load_k(self, tile, n_block, slot):
         """Fill a K slot with block ``n_block``."""
-        self._load(self._call.k, self._call.config.tile_d, tile, n_block, slot)
+        self._load(self._call.k, self._call.config.tile_d, tile, n_block, slot, None)
 
     def load_v(self, tile, n_block, slot):
         """Fill a V slot with block ``n_block``."""
-        self._load(self._call.v, self._call.config.tile_dv, tile, n_block, slot)
+        call = self._call
+        seqlen_k = call.tiles.lengths(tile)[1] if call.config.v_is_ragged else None
+        self._load(call.v, call.config.tile_dv, tile, n_block, slot, seqlen_k)
 
-    def _load(self, x, width, tile, n_block, slot):
-        tile_n = self._call.config.tile_n
-        first_key = (tile.first_block + n_block) * tile_n
-        rows = x[tile.batch, first_key : first_key + tile_n, tile.head_kv]
+    def _load(self, x, width, tile, n_block, slot, seqlen_k):
+        """Fill a slot; without ``seqlen_k`` with what lies in memory, behind the sequence's last key too."""
+        tile_n, place = self._call.config.tile_n, self._call.tiles.place(tile)
+        first = (tile.first_block + n_block) * tile_n
+        end = first + tile_n if seqlen_k is None else max(min(first + tile_n, seqlen_k), first)
+        rows = x[place.batch_k, place.row_k + first : place.row_k + end, place.head_kv]
         self._fill(slot, (tile_n, width), slice(len(rows)), rows)
 
     def _fill(self, slot, shape, where, rows):
@@ -210,10 +236,19 @@ class MmaOps:
             np.negative(s, out=s)
         if c.softcap:
             s[:] = np.tanh(s * self._call.scale)
+        blocks, lengths = self._call.tiles.blocks, self._call.tiles.lengths(tile)
+        keys = (tile.first_block + n_block) * c.tile_n + np.arange(c.tile_n)
+        if c.natural:
+            s[:] = s * self._call.natural_scale
+        if c.alibi:
+            query, head, _ = self._call.places(tile, self._rows)
+            slopes = self._call.options.alibi_slopes[self._call.tiles.place(tile).batch]
+            distance = np.abs(query[:, None] + lengths[1] - lengths[0] - keys)
+            s[:] -= slopes[np.minimum(head, len(slopes) - 1), None] * distance
+        if c.score_mod or c.mask_mod:
+            self._apply_mods(tile, keys, s)
         if phase.masked:
-            blocks, lengths = self._call.tiles.blocks, self._call.tiles.lengths(tile)
             queries = self._call.places(tile, self._rows)[0].tolist()
-            keys = (tile.first_block + n_block) * c.tile_n + np.arange(c.tile_n)
             begins, ends = (
                 np.array([edge(query, *lengths) for query in queries])[:, None]
                 for edge in (blocks.key_begin, blocks.key_end)
@@ -227,8 +262,26 @@ class MmaOps:
         finite = np.where(self._shift == -np.inf, 0, self._shift)
         self._limit = np.where(move, (self._shift + RESCALE_THRESHOLD_LOG2) / scale, self._limit)
         self._correction = np.where(move, np.exp2(old - finite), 1)
-        s[:] = np.exp2(s * scale - (finite if phase.masked else self._shift)[:, None])
+        shift = finite if phase.masked or c.may_hide_any else self._shift
+        s[:] = np.exp2(s * scale - shift[:, None])
         self._total = self._total * self._correction + s.sum(1)
+
+    def _apply_mods(self, tile, keys, s):
+        """S = score_mod(S), and -inf where mask_mod hides a key."""
+        call, c = self._call, self._config
+        place, lengths = call.tiles.place(tile), call.tiles.lengths(tile)
+        query, head, _ = call.places(tile, self._rows)
+        query, keys = (
+            np.clip(x, 0, max(n - 1, 0)) for x, n in ((query, lengths[0]), (keys, lengths[1]))
+        )
+        info = SeqlenInfo(*lengths, place.row_q, place.row_k)
+        head = np.minimum(head, call.q.shape[2] - 1)[:, None]
+        aux = call.options.aux_tensors
+        where = (place.batch, head, query[:, None], keys, info, aux)
+        if c.score_mod:
+            s[:] = mods.function(c.score_mod)(s, *where)
+        if c.mask_mod:
+            s[~np.broadcast_to(mods.function(c.mask_mod)(*where), s.shape)] = -np.inf
 
     def convert_p(self, s):
         """Round P to 16 bit into the operand of P V."""
@@ -240,8 +293,10 @@ class MmaOps:
 
     def store(self, tile):
         """O / l and LSE = ln 2 (shift + log2 l); a row without keys gives 0 and -inf."""
-        call, empty = self._call, self._total == 0
+        call, place = self._call, self._call.tiles.place(tile)
         query, head, exists = call.places(tile, self._rows)
+        unused = query >= call.tiles.lengths(tile)[0]
+        empty = (self._total == 0) | unused
         shift, total, shrink = self._shift, self._total, np.float32(1)
         if call.config.sink:
             sink_log2 = call.options.sink[head % len(call.options.sink)] * np.float32(LOG2E)
@@ -249,17 +304,17 @@ class MmaOps:
             finite = np.where(shift == -np.inf, 0, shift)
             shrink = np.exp2(self._shift - finite)
             total = total * shrink + np.exp2(sink_log2 - finite)
-        lse = np.where(total == 0, -np.inf, (shift + np.log2(total)) * np.float32(LN2))
+        lse = np.where(unused | (total == 0), -np.inf, (shift + np.log2(total)) * np.float32(LN2))
         o = np.where(empty[:, None], 0, self._o.values * (shrink / total)[:, None])
-        call.lse[tile.batch, head[exists], query[exists]] = lse[exists]
+        query = (query + place.row_q)[exists]
+        call.lse[place.batch_q, head[exists], query] = lse[exists]
         trusted = (self._total <= LARGEST_TOTAL) & np.isfinite(self._o.values).all(1)
         if call.config.fixed_shift and not trusted[exists].all():
             self._tiles.mark(tile)
         o = round_to_16_bit(o, self._config.bf16)
-        places = tile.batch, query[exists], head[exists]
         for part in range(self._config.o_parts):
             self._q_read.sync() if self.o_borrows_q else self.wait_store()
-            self._store_part(o, exists, places, part)
+            self._store_part(o, exists, (place.batch_q, query, head[exists]), part)
 
     def _store_part(self, o, exists, places, part):
         width = self._sO.shape[1]
@@ -300,9 +355,9 @@ def simulate_forward(
 
     Args:
         config: of the kernel; its flags are part of the problem.
-        q: (batch, seqlen_q, heads, head_dim), float32 holding 16-bit values.
-        k: (batch, seqlen_k, heads_kv, head_dim).
-        v: (batch, seqlen_k, heads_kv, head_dim_v).
+        q: (batch, seqlen_q, heads, head_dim), or packed, float32 holding 16-bit values.
+        k: (batch, seqlen_k, heads_kv, head_dim), or packed.
+        v: (batch, seqlen_k, heads_kv, head_dim_v), or packed.
         options: as the config's flags say, tensors as NumPy arrays; a number is the softmax scale of a call without.
         workers: CTAs that share the tiles.
         seed: decides whatever the schedule leaves open, and the heads per section.
@@ -318,13 +373,19 @@ def simulate_forward(
     for machine, call in forward_machines(config, (q, k, v), options, workers, seed, variation):
         machine.run()
         out, lse = call.out, call.lse
-    return out, lse
+    return (out[0], lse[0]) if config.cu_q else (out, lse)
 
 
 def forward_machines(config, tensors, options, workers, seed, variation=None):
     """Yield the machine and the call of every CTA, ready to run; arguments as of ``simulate_forward``."""
     (q, k, v), variation = tensors, variation or Variation()
     options = options if isinstance(options, CallOptions) else CallOptions(options)
+    if options.alibi_slopes is not None:
+        slopes = np.asarray(options.alibi_slopes, np.float32)
+        slopes = np.broadcast_to(slopes, (options.batch(q), slopes.shape[-1]))
+        options = options._replace(alibi_slopes=slopes)
+    q = q[None] if config.cu_q else q
+    k, v = (k[None], v[None]) if config.cu_k else (k, v)
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, head_dim_v) = q.shape, v.shape
     groups = ceil_div(heads // heads_kv, config.pack)
     grid = Grid(ceil_div(seqlen_q, config.tile_q), groups, heads_kv, batch)
@@ -335,8 +396,17 @@ def forward_machines(config, tensors, options, workers, seed, variation=None):
     sides = (side if side >= 0 else None for side in (options.window_left, options.window_right))
     blocks = config.blocks(*sides)
     check_graph(config.graph, SMEM_LIMIT)
-    for worker in range(workers):
-        tiles = TileSchedule(blocks, grid, section, worker, workers, seqlen_q, seqlen_k)
+    if config.varlen:
+        lengths = (None if x is None else [int(n) for n in x] for x in options.lengths)
+        sequences = Sequences(options.batch(q), seqlen_q, seqlen_k, *lengths)
+        shared = VarlenSchedule(blocks, grid, sequences)
+        schedules = [replace(shared, share=share) for share in shares_of(shared, workers)]
+    else:
+        rows = (seqlen_q, seqlen_k)
+        schedules = [
+            TileSchedule(blocks, grid, section, worker, workers, *rows) for worker in range(workers)
+        ]
+    for worker, tiles in enumerate(schedules):
         call = Call(config, q, k, v, out, lse, options, tiles)
         machine = Machine(seed + worker, variation.strict)
         _fill_cta(machine, call, variation)

@@ -13,7 +13,7 @@ Steady state, per KV block (counted down from the last):
 Config and graph are in ``fwd_config``, the schedule in ``fwd_roles``, its verbs in ``fwd_ops``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -25,28 +25,23 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from flash4.common.graph import WARPGROUP
+from flash4.common.mods import AUX, decode_aux
 from flash4.common.numerics import LOG2E, opaque
+from flash4.common.shares import find_share
 from flash4.common.tiles import Grid, TileSchedule
+from flash4.common.varlen import Sequences, VarlenSchedule
 from flash4.sm90.fwd_config import MARKS, MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT, ForwardConfig
 from flash4.sm90.fwd_ops import LoadOps, MmaOps, Operand, Tiles, Turn, element, make_row_state
 from flash4.sm90.fwd_roles import ForwardRoles
+from flash4.sm90.fwd_views import (
+    packed_view,
+    permuted_view,
+    ragged_packed_view,
+    ragged_values_view,
+)
 
-
-def packed_view(x, heads_kv):
-    """View (B, S, H, D) as ((H / heads_kv, S), D, heads_kv, B): the row mode that a tile of packed heads cuts."""
-    batch, seqlen, heads, head_dim = x.shape
-    s_batch, s_seqlen, s_head, s_dim = x.stride
-    ratio = heads // heads_kv
-    layout = cute.make_layout(
-        ((ratio, seqlen), head_dim, heads_kv, batch),
-        stride=((s_head, s_seqlen), s_dim, s_head * ratio, s_batch),
-    )
-    return cute.make_tensor(x.iterator, layout)
-
-
-def permuted_view(x, order):
-    """View with the modes of x in another order."""
-    return cute.make_tensor(x.iterator, cute.select(x.layout, mode=order))
+# In the order of mods.AUX_DTYPES.
+AUX_ELEMENTS = (Float32, cutlass.Float16, cutlass.BFloat16, Int32, cutlass.Int64)
 
 
 @dataclass(frozen=True)
@@ -54,11 +49,15 @@ class RunTime:
     """What crosses the launch besides operands and grid; None where the config has no such feature."""
 
     lse: cute.Tensor  # (B, H, Sq), float32
-    scale_log2: Float32  # factor of a score, or of the tanh that caps it
+    scale: object  # factor of a score, or of the tanh that caps it, Float32; None if only scale_log2 is needed
+    scale_log2: object  # the same in log2 units; None if verbs scale scores one by one
     cap_scale: object  # factor of a score within the tanh, Float32
     left: object  # sides of the window, Int32
     right: object
     sink: object  # (H,), float32
+    slopes: object  # (B, H), float32
+    aux: object  # tuple of tensors that mods read
+    sequences: object  # Sequences; None where all are as long as their tensors
 
 
 class ForwardSm90:
@@ -76,11 +75,15 @@ class ForwardSm90:
 
     def fake_arguments(self):
         """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
+        c = self.config
 
         def sym(divisibility):
             return cute.sym_int64(divisibility=divisibility)
 
         batch, heads, heads_kv = cute.sym_int(), cute.sym_int(), cute.sym_int()
+        batch_k = (
+            batch if c.cu_q == c.cu_k else cute.sym_int()
+        )  # packed sequences are a batch of one
         seqlen_q, seqlen_k = cute.sym_int(), cute.sym_int()
         head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
 
@@ -95,19 +98,41 @@ class ForwardSm90:
         )
         tensors = (
             tensor(batch, seqlen_q, heads, head_dim),
-            tensor(batch, seqlen_k, heads_kv, head_dim),
-            tensor(batch, seqlen_k, heads_kv, head_dim_v),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
             tensor(batch, seqlen_q, heads, head_dim_v),
             lse,
         )
+
+        def vector(dtype, size):
+            return cute.runtime.make_fake_tensor(dtype, (size,), stride=(1,), assumed_align=4)
+
         optional = {
-            "sink": cute.runtime.make_fake_tensor(Float32, (heads,), stride=(1,), assumed_align=4)
+            "sink": vector(Float32, heads),
+            "alibi_slopes": cute.runtime.make_fake_tensor(
+                Float32, (cute.sym_int(), heads), stride=(sym(1), 1), assumed_align=4
+            ),
+            "cu_seqlens_q": vector(Int32, cute.sym_int()),
+            "cu_seqlens_k": vector(Int32, cute.sym_int()),
+            "seqused_q": vector(Int32, cute.sym_int()),
+            "seqused_k": vector(Int32, cute.sym_int()),
         }
+        optional |= {f"{AUX}{i}": self._fake_aux(*kind) for i, kind in enumerate(decode_aux(c.aux))}
         tensors += tuple(optional[name] for name in self.config.optional_tensors)
         types = {"scale": Float32, "cap_scale": Float32, "left": Int32, "right": Int32}
         numbers = tuple(types[name](1) for name in self.config.numbers)
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
         return (tensors, numbers, Int32(1), Int32(1), stream)
+
+    def _fake_aux(self, dtype_index, dims):
+        """A tensor that mods read: any sizes and strides."""
+        dtype = AUX_ELEMENTS[dtype_index]
+        return cute.runtime.make_fake_tensor(
+            dtype,
+            tuple(cute.sym_int() for _ in range(dims)),
+            stride=tuple(cute.sym_int64() for _ in range(dims)),
+            assumed_align=dtype.width // 8,
+        )
 
     @cute.jit
     def __call__(
@@ -135,10 +160,12 @@ class ForwardSm90:
 
         q_rows, o_rows = (c.pack, c.tile_q), (c.pack, MMA_ROWS // c.pack)
         operands = (
-            operand(load, packed_view(q, heads_kv), layouts[0], (q_rows, c.tile_d)),
+            operand(load, self._rows_view(q, heads_kv), layouts[0], (q_rows, c.tile_d)),
             operand(load, permuted_view(k, [1, 3, 2, 0]), layouts[1], (c.tile_n, c.tile_d)),
-            operand(load, permuted_view(v, [3, 1, 2, 0]), layouts[2], (c.tile_dv, c.tile_n)),
-            operand(save, packed_view(o, heads_kv), layouts[3], (o_rows, c.tile_dv // c.o_parts)),
+            operand(load, self._values_view(v), layouts[2], (c.tile_dv, c.tile_n)),
+            operand(
+                save, self._rows_view(o, heads_kv), layouts[3], (o_rows, c.tile_dv // c.o_parts)
+            ),
         )
         grid = Grid(
             m_blocks=cute.ceil_div(q.shape[1], c.tile_q),
@@ -146,22 +173,56 @@ class ForwardSm90:
             heads_kv=heads_kv,
             batch=q.shape[0],
         )
+        total = grid.total
+        if cutlass.const_expr(c.cu_q):  # each sequence may have a tile that is not full
+            sequences = optional["cu_seqlens_q"].shape[0] + 1
+            total = grid.total + sequences * grid.groups * heads_kv
         numbers = dict(zip(c.numbers, numbers, strict=True))
         run_time = RunTime(
             lse=lse,
-            scale_log2=numbers["scale"] * LOG2E,
+            scale=numbers["scale"] if c.natural else None,
+            scale_log2=None if c.natural else numbers["scale"] * LOG2E,
             cap_scale=numbers.get("cap_scale"),
             left=numbers.get("left"),
             right=numbers.get("right"),
             sink=optional.get("sink"),
+            slopes=optional.get("alibi_slopes"),
+            aux=self._aux(optional),
+            sequences=self._sequences(q, k, optional) if c.varlen else None,
         )
         self.kernel(
             (mma_qk, mma_pv), operands, run_time, grid, section, (q.shape[1], k.shape[1])
         ).launch(
-            grid=(cutlass.min(grid.total, workers), 1, 1),
+            grid=(cutlass.min(total, workers), 1, 1),
             block=(self.graph.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+        )
+
+    def _aux(self, optional):
+        """Tensors that mods read, or None."""
+        found = tuple(x for name, x in optional.items() if name.startswith(AUX))
+        return found if found else None
+
+    def _values_view(self, v):
+        """V as its loads cut it, (Dv, S, heads_kv, B); see ``LoadOps``."""
+        return ragged_values_view(v) if self.config.v_is_ragged else permuted_view(v, [3, 1, 2, 0])
+
+    def _rows_view(self, x, heads_kv):
+        """Q and O as tiles cut them, ((heads per KV head, S), D, heads_kv, B); see ``LoadOps`` and ``MmaOps``."""
+        return ragged_packed_view(x, heads_kv) if self.config.cu_q else packed_view(x, heads_kv)
+
+    def _sequences(self, q, k, optional):
+        """Sequences of a call whose lengths are in tensors."""
+        cu_q = optional.get("cu_seqlens_q")
+        return Sequences(
+            batch=q.shape[0] if cu_q is None else cu_q.shape[0] - 1,
+            rows_q=q.shape[1],
+            rows_k=k.shape[1],
+            cu_q=cu_q,
+            cu_k=optional.get("cu_seqlens_k"),
+            used_q=optional.get("seqused_q"),
+            used_k=optional.get("seqused_k"),
         )
 
     def _tiled_mmas(self):
@@ -218,8 +279,13 @@ class ForwardSm90:
             for operand in operands:
                 cpasync.prefetch_descriptor(operand.atom)
         smem = SmemAllocator()
-        (sQ, sK, sV, sO), marks = self._allocate(smem)
+        pointers = self._allocate(smem)
+        sQ, sK, sV, sO = self._smem_tensors(pointers)
+        marks = None
         if cutlass.const_expr(c.fixed_shift):
+            marks = cute.make_tensor(
+                cute.recast_ptr(pointers["marks"], dtype=Int32), cute.make_layout(MARKS + 1)
+            )
             if thread <= MARKS:
                 marks[thread] = 0
         # Opaque: ptxas would read the lane id anew for every release in the loop.
@@ -231,40 +297,49 @@ class ForwardSm90:
         cute.arch.sync_threads()
 
         blocks = c.blocks(run_time.left, run_time.right)
-        schedule = TileSchedule(blocks, grid, section, worker, workers, *seqlens)
-        tiles = Tiles(c, schedule, marks)
+        if cutlass.const_expr(c.varlen):
+            tiles = VarlenSchedule(blocks, grid, run_time.sequences)
+            costs = cute.make_tensor(
+                cute.recast_ptr(pointers["k"], dtype=cutlass.Int64),
+                cute.make_layout(self.graph.threads),
+            )
+            share = find_share(tiles, costs, thread, self.graph.threads, worker, workers)
+            tiles = replace(tiles, share=share)
+            mma_tiles = replace(tiles, keeps_place=False)  # registers are scarce there
+        else:
+            schedule = TileSchedule(blocks, grid, section, worker, workers, *seqlens)
+            tiles = mma_tiles = Tiles(c, schedule, marks)
         load, mma = self.graph.role("load"), self.graph.role("mma")
         if group == 0:
             cute.arch.setmaxregister_decrease(load.registers)
             if warp == 0:
-                ops = LoadOps(c, *operands[:3], sQ, sK, sV)
+                ops = LoadOps(c, tiles if c.varlen else tiles.schedule, *operands[:3], sQ, sK, sV)
                 self.roles.load(ops, tiles, q_producer, k_producer, v_producer)
         else:
             cute.arch.setmaxregister_increase(mma.registers)
             mine = group - mma.warpgroups.start
             smem_tensors = (sQ, sK, sV, sO[None, None, mine])
             ops = self._mma_ops(
-                mmas, smem_tensors, operands[3], run_time, tiles, (thread % WARPGROUP, mine)
+                mmas, smem_tensors, operands[3], run_time, mma_tiles, (thread % WARPGROUP, mine)
             )
             turn = Turn(mine, c.mma_warpgroups, c.turns and c.mma_warpgroups > 1)
-            self.roles.mma(ops, tiles, q_consumer, k_consumer, v_consumer, turn)
+            self.roles.mma(ops, mma_tiles, q_consumer, k_consumer, v_consumer, turn)
 
     def _allocate(self, smem):
-        """Shared-memory tensors of Q, K, V and O, and the marks or None, by the graph's map."""
-        dtype, tensors = element(self.config), []
-        pointers = {
+        """Pointers to the shared memory of each buffer that has its own, by the graph's map."""
+        return {
             name: smem.allocate(nbytes, byte_alignment=SMEM_ALIGN)
             for name, nbytes in self.graph.allocations().items()
         }
-        for buffer, layout in zip(self.graph.buffers, self._smem_layouts()):
+
+    def _smem_tensors(self, pointers):
+        """Shared-memory tensors of Q, K, V and O."""
+        dtype, tensors = element(self.config), []
+        for buffer, layout in zip(self.graph.buffers, self._smem_layouts(), strict=False):
             pointer = pointers[buffer.borrows or buffer.name]
             pointer = cute.recast_ptr(pointer, swizzle_=layout.inner, dtype=dtype)
             tensors.append(cute.make_tensor(pointer, layout.outer))
-        marks = None
-        if self.config.fixed_shift:
-            words = cute.recast_ptr(pointers["marks"], dtype=Int32)
-            marks = cute.make_tensor(words, cute.make_layout(MARKS + 1))
-        return tensors, marks
+        return tensors
 
     def _open_ring(self, smem, name, lane):
         """Barriers and the producer and consumer ends of the graph's ring ``name``."""
@@ -288,6 +363,7 @@ class ForwardSm90:
         mma_qk, mma_pv = mmas
         sQ, sK, sV, sO = smem_tensors
         thread, warpgroup_index = place
+        scale_log2 = Float32(LOG2E) if c.natural else run_time.scale_log2
         thr_qk = mma_qk.get_slice(warpgroup_index * WARPGROUP)
         thr_pv = mma_pv.get_slice(warpgroup_index * WARPGROUP)
         return MmaOps(
@@ -300,15 +376,19 @@ class ForwardSm90:
             tOrO=cute.make_rmem_tensor(((2, 2, c.tile_dv // 8), 1, 1), Float32),
             tOrP=cute.make_rmem_tensor(((2, 2, 2), 1, c.tile_n // 16), element(c)),
             state=make_row_state(),
-            tiles=tiles.schedule,
+            tiles=tiles if c.varlen else tiles.schedule,
             worker_tiles=tiles,
             cap_scale=run_time.cap_scale,
-            scale_log2=run_time.scale_log2,
-            inv_scale_log2=cute.arch.rcp_approx(run_time.scale_log2),
+            scale=run_time.scale,
+            scale_log2=scale_log2,
+            inv_scale_log2=Float32(1 / LOG2E) if c.natural else cute.arch.rcp_approx(scale_log2),
             thread=thread,
             warpgroup=warpgroup_index,
             o=o,
             sO=sO,
             mLSE=run_time.lse,
             mSink=run_time.sink,
+            mSlopes=run_time.slopes,
+            aux=run_time.aux,
+            slopes=cute.make_rmem_tensor(2, Float32) if c.alibi else None,
         )

@@ -3,11 +3,13 @@
 from dataclasses import dataclass, replace
 
 from flash4.common.geometry import KvBlocks, Phase, imax, imin
-from flash4.common.graph import Buffer, PipelineGraph, Ring, Role
+from flash4.common.graph import WARPGROUP, Buffer, PipelineGraph, Ring, Role
+from flash4.common.mods import AUX, decode_aux
 
 SMEM_LIMIT = 232_448  # bytes of shared memory that one sm_90 CTA can have (227 KiB)
 SMEM_ALIGN = 1_024  # the 128-byte swizzle repeats every 1,024 bytes
 ELEMENT_BYTES = 2
+COST_BYTES = 8
 MMA_ROWS = 64  # rows of one warpgroup's WGMMA
 TILE_DIM_STEP = 32  # head dims are padded in shared memory to a multiple of this
 O_COLUMN_STEP = 64  # columns of O that one box of a TMA store holds
@@ -16,6 +18,9 @@ MARKS = 127  # marks of tiles to work on again: one per wave, modulo this, and o
 MARKS_BYTES = 4 * (MARKS + 1)
 KEY_STEP = 16  # keys that one WGMMA of P V contracts
 MAX_HEAD_DIM = 256
+# Registers per thread of ``mma`` and of ``load``, by warpgroups of ``mma``. Decoding tiles of sequences takes more.
+REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32), 4: (112, 24)}
+VARLEN_REGISTERS = {1: (256, 56), 2: (232, 48), 3: (152, 56), 4: (112, 56)}
 PACKS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -46,6 +51,14 @@ class ForwardConfig:
         right: a window limits the keys after it, and lets some through (none is ``causal``).
         softcap: scores are capped: cap * tanh(scale * score / cap), with the cap a run-time value.
         sink: each query head has a logit that adds to the denominator only.
+        alibi: scores lose a slope of their head times the distance between query and key.
+        score_mod: key of the callable that changes scores (``common.mods``); 0 is none.
+        mask_mod: key of the callable that hides keys; 0 is none.
+        aux: types of the tensors that those read (``encode_aux``).
+        cu_q: queries of all sequences are packed, (total, heads, head_dim); cumulative lengths say where each begins.
+        cu_k: the same of keys and values.
+        used_q: not all stored queries of a sequence are in use; the others give 0.
+        used_k: not all stored keys of a sequence are in use; the others are never seen.
     """
 
     bf16: bool
@@ -67,6 +80,14 @@ class ForwardConfig:
     right: bool = False
     softcap: bool = False
     sink: bool = False
+    alibi: bool = False
+    score_mod: int = 0
+    mask_mod: int = 0
+    aux: int = 0
+    cu_q: bool = False
+    cu_k: bool = False
+    used_q: bool = False
+    used_k: bool = False
 
     def __post_init__(self):
         if self.tile_m % MMA_ROWS or not 1 <= self.mma_warpgroups <= 4:
@@ -98,6 +119,26 @@ class ForwardConfig:
         return self.tile_m // MMA_ROWS
 
     @property
+    def varlen(self) -> bool:
+        """Sequences differ in length."""
+        return self.cu_q or self.cu_k or self.used_q or self.used_k
+
+    @property
+    def natural(self) -> bool:
+        """Verbs scale scores one by one, in natural units, to add what depends on the place of query and key."""
+        return self.alibi or self.score_mod != 0
+
+    @property
+    def may_hide_any(self) -> bool:
+        """A score may become -inf in any block, not in those alone that a mask cuts."""
+        return self.score_mod != 0 or self.mask_mod != 0
+
+    @property
+    def v_is_ragged(self) -> bool:
+        """Values may lie in memory behind the keys in use, where a tile's last block would read them."""
+        return self.cu_k or self.used_k
+
+    @property
     def tile_q(self) -> int:
         """Queries per tile."""
         return self.tile_m // self.pack
@@ -120,8 +161,16 @@ class ForwardConfig:
     @property
     def optional_tensors(self) -> tuple[str, ...]:
         """Tensors that the launch takes after q, k, v, out and lse, in order."""
-        given = {"sink": self.sink}
-        return tuple(name for name, present in given.items() if present)
+        given = {
+            "sink": self.sink,
+            "alibi_slopes": self.alibi,
+            "cu_seqlens_q": self.cu_q,
+            "cu_seqlens_k": self.cu_k,
+            "seqused_q": self.used_q,
+            "seqused_k": self.used_k,
+        }
+        aux = (f"{AUX}{i}" for i in range(len(decode_aux(self.aux))))
+        return (*(name for name, present in given.items() if present), *aux)
 
     def first_query(self, tile, warpgroup):
         """First query of a warpgroup's rows; dual-mode, as the next two."""
@@ -133,7 +182,10 @@ class ForwardConfig:
             return 0
         last_query = self.first_query(tile, warpgroup) + MMA_ROWS // self.pack - 1
         end = tile.first_block + tile.n_blocks
-        return end - tiles.blocks.until(last_query, *tiles.lengths(tile))
+        unseen = end - tiles.blocks.until(last_query, *tiles.lengths(tile))
+        if self.varlen:  # a tile without queries in use visits one block, whatever they would see
+            unseen = imin(imax(unseen, 0), tile.n_blocks - 1)
+        return unseen
 
     def phases(self, tile, warpgroup, tiles) -> tuple[Phase, ...]:
         """Blocks after the warpgroup's first (which is always masked).
@@ -209,9 +261,19 @@ class ForwardConfig:
         load --[v x2 tma->warps]--> mma
         """
         groups = self.mma_warpgroups
-        mma_regs, load_regs = {1: (256, 56), 2: (240, 24), 3: (160, 32), 4: (112, 24)}[groups]
+        mma_regs, load_regs = (VARLEN_REGISTERS if self.varlen else REGISTERS)[groups]
         load = Role("load", range(0, 1), 1, load_regs)
         mma = Role("mma", range(1, 1 + groups), 4 * groups, mma_regs)
+        buffers = [
+            Buffer("q", self.q_stages * self.q_bytes),
+            Buffer("k", self.stages * self.k_bytes),
+            Buffer("v", self.stages * self.v_bytes),
+            Buffer("o", self.o_bytes, borrows="q" if self.o_borrows_q else None),
+        ]
+        if self.fixed_shift:
+            buffers.append(Buffer("marks", MARKS_BYTES))
+        if self.varlen:  # one cost for each thread, before any role begins
+            buffers.append(Buffer("costs", COST_BYTES * (groups + 1) * WARPGROUP, borrows="k"))
         return PipelineGraph(
             roles=(load, mma),
             rings=(
@@ -219,13 +281,7 @@ class ForwardConfig:
                 Ring("k", load, mma, self.stages, self.k_bytes),
                 Ring("v", load, mma, self.stages, self.v_bytes),
             ),
-            buffers=(
-                Buffer("q", self.q_stages * self.q_bytes),
-                Buffer("k", self.stages * self.k_bytes),
-                Buffer("v", self.stages * self.v_bytes),
-                Buffer("o", self.o_bytes, borrows="q" if self.o_borrows_q else None),
-                *((Buffer("marks", MARKS_BYTES),) if self.fixed_shift else ()),
-            ),
+            buffers=tuple(buffers),
         )
 
 
@@ -255,6 +311,14 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
         right=problem.window_right,
         softcap=problem.softcap,
         sink=problem.sink,
+        alibi=problem.alibi,
+        score_mod=problem.score_mod,
+        mask_mod=problem.mask_mod,
+        aux=problem.aux,
+        cu_q=problem.cu_q,
+        cu_k=problem.cu_k,
+        used_q=problem.used_q,
+        used_k=problem.used_k,
         **tile,
     )
     config, why_shift = choose_shift(config)
@@ -268,6 +332,9 @@ def choose_shift(config: ForwardConfig) -> tuple[ForwardConfig, str]:
         return config, "the softmax shift follows the maximum: P would leave the range of float16"
     if max(config.tile_d, config.tile_dv) > 128:
         return config, "the softmax shift follows the maximum: the products take the time"
+    special = config.varlen or config.natural or config.may_hide_any
+    if special or config.left or config.right:
+        return config, "the softmax shift follows the maximum, as with all but plain masks"
     settle = 8 if max(config.tile_d, config.tile_dv) == 64 else 0
     why = "a fixed softmax shift in blocks without a mask; what outgrows it is done again"
     return replace(config, fixed_shift=True, settle=settle), why
@@ -301,13 +368,15 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
 
     S and P of a block and O of a tile share a thread's registers, hence fewer keys per block for a wider V.
     """
-    if max(tile_d, tile_dv) == 64:
+    if max(tile_d, tile_dv) == 64 and not (problem.score_mod or problem.mask_mod):
         tile = {"tile_m": 256, "tile_n": 64, "stages": 4, "settle": 0}
         if problem.causal or problem.window_right:
             why = "head dims up to 64: warpgroups skip blocks past their own rows"
             return {**tile, "skip": True}, why
         return {**tile, "turns": True}, "head dims up to 64: four warpgroups, short blocks"
     by_registers = {64: 128, 96: 128, 128: 128, 160: 112, 192: 112, 224: 80, 256: 64}[tile_dv]
+    if problem.aux:  # loads that mods make for each score are all in flight at once
+        by_registers = {64: 64, 96: 64, 128: 64, 160: 64, 192: 48, 224: 48, 256: 32}[tile_dv]
     tile = {"tile_m": 128, "tile_n": by_registers, "stages": 2, "settle": 12}
     while not ForwardConfig(True, tile_d, tile_dv, causal=False, **tile).fits:
         tile["tile_n"] -= KEY_STEP

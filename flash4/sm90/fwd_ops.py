@@ -12,8 +12,10 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import BFloat16, Float16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
-from flash4.common import numerics
+from flash4.common import mods, numerics
+from flash4.common.geometry import imax, imin
 from flash4.common.graph import WARP
+from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
 from flash4.common.tiles import TileSchedule
 from flash4.sm90.fwd_config import LARGEST_TOTAL, MARKS, MMA_ROWS, ForwardConfig
@@ -126,9 +128,10 @@ class LoadOps:
     """Verbs of the ``load`` role."""
 
     config: ForwardConfig
-    q: Operand  # ((heads per KV head, S), D, heads_kv, B)
+    tiles: object
+    q: Operand  # ((heads per KV head, S), D, heads_kv, B); of packed queries a ragged view instead of B
     k: Operand  # (S, D, heads_kv, B)
-    v: Operand  # (Dv, S, heads_kv, B)
+    v: Operand  # (Dv, S, heads_kv, B); with the mode of a ragged view before B if the config says so
     sQ: cute.Tensor  # (tile_m, tile_d, q_stages)
     sK: cute.Tensor  # (tile_n, tile_d, stages)
     sV: cute.Tensor  # (tile_dv, tile_n, stages)
@@ -137,31 +140,37 @@ class LoadOps:
         """Fill a Q slot with the tile's queries; rows past the sequence become zero."""
         c = self.config
         tiler = ((c.pack, c.tile_q), c.tile_d)
-        gQ = cute.local_tile(
-            self.q.tensor[None, None, tile.head_kv, tile.batch],
-            tiler,
-            ((tile.group, tile.m_block), 0),
-        )
+        place = self.tiles.place(tile)
+        if (
+            c.cu_q
+        ):  # a warp's rows decide together when shifts move: not for those of the next sequence
+            seqlen = self.tiles.lengths(tile)[0]
+            mQ = self.q.tensor[None, None, place.head_kv, place.row_q + seqlen]
+            mQ = cute.domain_offset(((0, cute.size(mQ, mode=[0, 1]) - seqlen), 0), mQ)
+        else:
+            mQ = self.q.tensor[None, None, place.head_kv, place.batch_q]
+        gQ = cute.local_tile(mQ, tiler, ((place.group, tile.m_block), 0))
         tma_load(self.q.atom, gQ, self.sQ, slot)
 
     def load_k(self, tile, n_block, slot):
         """Fill a K slot with block ``n_block`` of those that the tile visits."""
-        c = self.config
-        gK = cute.local_tile(
-            self.k.tensor[None, None, tile.head_kv, tile.batch],
-            (c.tile_n, c.tile_d),
-            (tile.first_block + n_block, 0),
-        )
+        c, place = self.config, self.tiles.place(tile)
+        mK = self.k.tensor[None, None, place.head_kv, place.batch_k]
+        if c.cu_k:  # keys after the sequence are masked
+            mK = cute.domain_offset((place.row_k, 0), mK)
+        gK = cute.local_tile(mK, (c.tile_n, c.tile_d), (tile.first_block + n_block, 0))
         tma_load(self.k.atom, gK, self.sK, slot)
 
     def load_v(self, tile, n_block, slot):
         """Fill a V slot with block ``n_block`` of those that the tile visits."""
-        c = self.config
-        gV = cute.local_tile(
-            self.v.tensor[None, None, tile.head_kv, tile.batch],
-            (c.tile_dv, c.tile_n),
-            (0, tile.first_block + n_block),
-        )
+        c, place = self.config, self.tiles.place(tile)
+        if c.v_is_ragged:  # values after the sequence become zero: 0 * NaN would be NaN
+            seqlen = self.tiles.lengths(tile)[1]
+            mV = self.v.tensor[None, None, place.head_kv, place.row_k + seqlen, place.batch_k]
+            mV = cute.domain_offset((0, cute.size(mV, mode=[1]) - seqlen), mV)
+        else:
+            mV = self.v.tensor[None, None, place.head_kv, place.batch_k]
+        gV = cute.local_tile(mV, (c.tile_dv, c.tile_n), (0, tile.first_block + n_block))
         tma_load(self.v.atom, gV, self.sV, slot)
 
 
@@ -297,17 +306,21 @@ class MmaOps:
     tOrO: cute.Tensor  # ((2, 2, tile_dv / 8), 1, 1), float32
     tOrP: cute.Tensor  # ((2, 2, 2), 1, tile_n / 16), 16 bit
     state: RowState
-    tiles: TileSchedule
-    worker_tiles: Tiles
+    tiles: object  # TileSchedule or VarlenSchedule
+    worker_tiles: object  # Tiles, or the VarlenSchedule
     cap_scale: object  # factor of a score within the cap, Float32; None without a cap
-    scale_log2: Float32
+    scale: object  # factor of a score, or the cap, Float32; None unless the config is natural
+    scale_log2: Float32  # factor of what softmax takes
     inv_scale_log2: Float32
     thread: Int32  # in the warpgroup
     warpgroup: Int32  # among the MMA warpgroups
-    o: Operand  # ((heads per KV head, S), Dv, heads_kv, B)
+    o: Operand  # ((heads per KV head, S), Dv, heads_kv, B); of packed queries a ragged view instead of B
     sO: cute.Tensor  # (64, tile_dv / o_parts) of this warpgroup
     mLSE: cute.Tensor  # (B, H, S)
     mSink: object  # (H,) float32, or None
+    mSlopes: object  # (B, H) float32, or None
+    slopes: object  # of this thread's two rows, or None
+    aux: object  # tuple of tensors that mods read, or None
 
     @property
     def o_borrows_q(self):
@@ -327,6 +340,18 @@ class MmaOps:
         self.tOrO.fill(0.0)
         self.state.shift_log2.fill(-Float32.inf)
         self.state.total.fill(0.0)
+        if self.config.alibi:
+            place = self.tiles.place(tile)
+            for r in range(2):
+                self.slopes[r] = self.mSlopes[place.batch, self._head(place, r)]
+
+    def _head(self, place, r):
+        """Query head of this thread's row ``r``; the last one for packed rows that have none."""
+        heads, pack = self.mLSE.shape[1], self.config.pack
+        head_in_kv = place.group * pack + self._query_row(r) % pack
+        return cutlass.min(
+            place.head_kv * (heads // self.tiles.grid.heads_kv) + head_in_kv, heads - 1
+        )
 
     def qk(self, q_slot, k_slot):
         """Issue S = Q K^T into a fresh accumulator.
@@ -384,10 +409,47 @@ class MmaOps:
         elif c.negate:
             for i in range(cute.size(S)):
                 S[i] = -S[i]
+        if c.natural:
+            for i in range(cute.size(S)):
+                S[i] = S[i] * self.scale
+        if c.alibi:
+            self._add_alibi(tile, n_block, S)
+        if c.score_mod or c.mask_mod:
+            self._apply_mods(tile, n_block, S)
         if masked and (c.causal or c.left or c.right):
             self._mask(tile, n_block, S)
         elif masked:
             self._mask_tail(tile, n_block, S)
+
+    def _add_alibi(self, tile, n_block, S):
+        """S -= slope |p - j|, with p the query's position among the keys."""
+        c, (seqlen_q, seqlen_k) = self.config, self.tiles.lengths(tile)
+        first_column = (tile.first_block + n_block) * c.tile_n + 2 * (self.thread % 4)
+        for r in range(2):
+            query = tile.m_block * c.tile_q + self._query_row(r) // c.pack
+            distance = Float32(query + seqlen_k - seqlen_q - first_column)
+            for j in range(c.tile_n // 4):
+                column = Float32(8 * (j // 2) + j % 2)
+                S[r, j] = S[r, j] - self.slopes[r] * cute.math.absf(distance - column)
+
+    def _apply_mods(self, tile, n_block, S):
+        """S = score_mod(S), and -inf where mask_mod hides a key; see ``flash_attn_func`` for what they are given."""
+        c, place = self.config, self.tiles.place(tile)
+        score_mod, mask_mod = mods.function(c.score_mod), mods.function(c.mask_mod)
+        seqlen_q, seqlen_k = self.tiles.lengths(tile)
+        info = SeqlenInfo(seqlen_q, seqlen_k, Int32(place.row_q), Int32(place.row_k))
+        first_key = (tile.first_block + n_block) * c.tile_n + 2 * (self.thread % 4)
+        for r in range(2):
+            query = tile.m_block * c.tile_q + self._query_row(r) // c.pack
+            query = imax(imin(query, seqlen_q - 1), 0)  # a mod may read a tensor there
+            for j in range(c.tile_n // 4):
+                key = imax(imin(first_key + (8 * (j // 2) + j % 2), seqlen_k - 1), 0)
+                where = (place.batch, self._head(place, r), query, key, info, self.aux)
+                if score_mod is not None:
+                    S[r, j] = Float32(score_mod(S[r, j], *where))
+                if mask_mod is not None:
+                    keep = cutlass.Boolean(mask_mod(*where))
+                    S[r, j] = cutlass.select_(keep, S[r, j], -Float32.inf)
 
     @cute.jit
     def _mask_tail(self, tile, n_block, S: cute.Tensor):
@@ -424,7 +486,7 @@ class MmaOps:
         chains = []
         for r in range(2):
             shift = state.shift_log2[r]
-            if masked:  # a row that has seen no key yet: exp2(-inf - 0) = 0
+            if masked or self.config.may_hide_any:  # a row without a key yet: exp2(-inf - 0) = 0
                 shift = cutlass.select_(shift == -Float32.inf, Float32(0.0), shift)
             chains.append([None] * 4)
             for j in range(columns):
@@ -458,11 +520,12 @@ class MmaOps:
 
     def store(self, tile):
         """O / l and LSE = ln 2 (shift + log2 l) to global memory; a row without keys gives 0, and -inf or its sink."""
-        self._finish_rows(tile)
-        self._store_o(tile)
+        place = self.tiles.place(tile)
+        self._finish_rows(tile, place)
+        self._store_o(tile, place)
 
     @cute.jit
-    def _finish_rows(self, tile):
+    def _finish_rows(self, tile, place):
         c, state, tiles, mLSE = self.config, self.state, self.tiles, self.mLSE
         O = rows_of(self.tOrO)
         heads_per_kv = mLSE.shape[1] // tiles.grid.heads_kv
@@ -471,36 +534,40 @@ class MmaOps:
             empty = total == 0.0
             row = self._query_row(r)
             query = tile.m_block * c.tile_q + row // c.pack
-            head_in_kv = tile.group * c.pack + row % c.pack
-            head = tile.head_kv * heads_per_kv + head_in_kv
+            head_in_kv = place.group * c.pack + row % c.pack
+            head = place.head_kv * heads_per_kv + head_in_kv
             lse = (state.shift_log2[r] + cute.math.log2(total, fastmath=True)) * LN2
             lse = cutlass.select_(empty, -Float32.inf, lse)
             inverse = cute.arch.rcp_approx(total)
             if cutlass.const_expr(c.sink):
-                head_with_sink = cutlass.min(
-                    head, mLSE.shape[1] - 1
-                )  # a packed row may have no head
-                lse, inverse = with_sink(state.shift_log2[r], total, self.mSink[head_with_sink])
+                sink = self.mSink[self._head(place, r)]
+                lse, inverse = with_sink(state.shift_log2[r], total, sink)
+            if cutlass.const_expr(
+                c.varlen
+            ):  # rows in memory that are of no sequence, or not in use
+                unused = query >= tiles.lengths(tile)[0]
+                empty = empty | unused
+                lse = cutlass.select_(unused, -Float32.inf, lse)
             finite = all_finite(O, r) if c.fixed_shift else True
             finish_row(O, r, inverse, empty)
-            exists = (query < tiles.seqlen_q) & (head_in_kv < heads_per_kv)
+            exists = (query < place.stored_q) & (head_in_kv < heads_per_kv)
             if (self.thread % 4 == 0) & exists:
-                mLSE[tile.batch, head, query] = lse
+                mLSE[place.batch_q, head, place.row_q + query] = lse
             if cutlass.const_expr(c.fixed_shift):
                 trusted = (total <= LARGEST_TOTAL) & finite
                 if exists & (not trusted):
                     self.worker_tiles.mark(tile)
 
     @cute.jit
-    def _store_o(self, tile):
+    def _store_o(self, tile, place):
         """Registers -> shared memory -> TMA, this warpgroup's 64 rows only; rows past the sequence are clipped."""
         out = cute.make_rmem_tensor(self.tOrO.layout, element(self.config))
         out.store(self.tOrO.load().to(element(self.config)))
         for part in cutlass.range_constexpr(self.config.o_parts):
-            self._store_part(tile, out, part)
+            self._store_part(tile, place, out, part)
 
     @cute.jit
-    def _store_part(self, tile, out, part: cutlass.Constexpr):
+    def _store_part(self, tile, place, out, part: cutlass.Constexpr):
         c = self.config
         columns = c.tile_dv // c.o_parts
         layout = cute.make_layout(((2, 2, columns // 8), 1, 1))
@@ -520,8 +587,14 @@ class MmaOps:
         cute.arch.barrier(barrier_id=barrier_id, number_of_threads=128)
         if storing_warp:
             rows = ((c.pack, MMA_ROWS // c.pack), columns)
-            at = ((tile.group, tile.m_block * c.mma_warpgroups + self.warpgroup), part)
-            gO = cute.local_tile(self.o.tensor[None, None, tile.head_kv, tile.batch], rows, at)
+            at = ((place.group, tile.m_block * c.mma_warpgroups + self.warpgroup), part)
+            if cutlass.const_expr(c.cu_q):  # what comes after the sequence is not written
+                stored = place.stored_q
+                mO = self.o.tensor[None, None, place.head_kv, place.row_q + stored]
+                mO = cute.domain_offset(((0, cute.size(mO, mode=[0, 1]) - stored), 0), mO)
+            else:
+                mO = self.o.tensor[None, None, place.head_kv, place.batch_q]
+            gO = cute.local_tile(mO, rows, at)
             tOsO, tOgO = cpasync.tma_partition(
                 self.o.atom,
                 0,

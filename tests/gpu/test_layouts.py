@@ -245,6 +245,20 @@ def test_keys_of_more_than_2_to_31_elements():
     check_parts(q, k, v, out, lse, 2, [slice(i, i + 1) for i in range(heads)])
 
 
+def test_packed_tensors_of_more_than_2_to_31_elements():
+    """Sequences at the very end of packed tensors, behind a million rows of none."""
+    needs_memory(60)
+    heads, rows = 16, 2**20 + 300
+    q, k, v = (torch.randn(rows, heads, 128, device=DEVICE, dtype=BF16) for _ in range(3))
+    k[: rows - 400] = v[: rows - 400] = torch.nan
+    cu = torch.tensor([rows - 400, rows - 150, rows], dtype=torch.int32, device=DEVICE)
+    out, lse = flash4.flash_attn_varlen_func(q, k, v, cu, cu, causal=True, return_lse=True)
+    assert (out[: rows - 400] == 0).all() and (lse[:, : rows - 400] == -torch.inf).all()
+    for part in (slice(rows - 400, rows - 150), slice(rows - 150, rows)):
+        inputs = tuple(x[None, part] for x in (q, k, v))
+        assert_forward_close(out[None, part], lse[None, :, part], inputs, causal=True)
+
+
 def test_an_lse_of_more_than_2_to_31_elements():
     """Every batch entry and head sees the same, so that all of them can be compared with the first."""
     needs_memory(64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import flash4
 from tests.strategies import Problem
 
 DEVICE = "cuda"
@@ -45,6 +44,37 @@ PROBLEMS = {
     ),
 }  # fmt: skip
 every_problem = pytest.mark.parametrize("name", PROBLEMS)
+# Repeated only: entries and heads of these have neighbours that matter, as lengths, slopes and tables.
+WITH_FEATURES = {
+    "windows, cap and sink": Problem(
+        dtype=BF16, batch=3, heads_kv=6, head_dim=128, head_dim_v=128, seqlen_q=1500, seqlen_k=1700,
+        window_size=(400, 90), softcap=8.0, sink=1.0,
+    ),
+    "d64 causal window": Problem(
+        dtype=BF16, batch=3, heads_kv=6, head_dim=64, head_dim_v=64, seqlen_q=1500, seqlen_k=1700,
+        window_size=(300, 0), alibi="by head",
+    ),
+    "packed sequences": Problem(
+        dtype=BF16, heads_kv=4, ratio=3, head_dim=128, head_dim_v=128, causal=True, around=(3, 200),
+        lengths_q=(2000, 1, 0, 300, 129) * 3, lengths_k=(2500, 700, 5, 0, 128) * 3,
+    ),
+    "d64 packed sequences in use": Problem(
+        dtype=F16, heads_kv=8, head_dim=64, head_dim_v=64, lengths_q=(900, 100, 1) * 3,
+        lengths_k=(900, 1200, 300) * 3, used_q=(899, 0, 1) * 3, used_k=(0, 1199, 65) * 3,
+    ),
+    "d256 packed sequences": Problem(
+        dtype=BF16, heads_kv=4, head_dim=256, head_dim_v=256, causal=True,
+        lengths_q=(700, 3, 90) * 4, lengths_k=(700, 3, 90) * 4,
+    ),
+    "keys in use": Problem(
+        dtype=BF16, heads_kv=4, ratio=8, head_dim=128, head_dim_v=128, seqlen_q=2, seqlen_k=3000,
+        causal=True, used_k=(3000, 1, 0, 2999, 700, 64, 65, 1024),
+    ),
+    "mods": Problem(
+        dtype=BF16, batch=2, heads_kv=4, head_dim=128, head_dim_v=128, seqlen_q=900, seqlen_k=900,
+        score_mod="heads", mask_mod="documents", causal=True,
+    ),
+}  # fmt: skip
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -54,7 +84,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 def attend(problem: Problem, inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Bits of out and lse."""
-    out, lse = flash4.flash_attn_func(*inputs, return_lse=True, **problem.keywords(DEVICE))
+    out, lse = problem.function(*inputs, return_lse=True, **problem.keywords(DEVICE))
     return bits(out), bits(lse)
 
 
@@ -73,9 +103,9 @@ class Disturber:
             self.target[:n].copy_(self.source[:n])
 
 
-@every_problem
+@pytest.mark.parametrize("name", [*PROBLEMS, *WITH_FEATURES])
 def test_repeats_are_bitwise_equal(name: str):
-    problem = PROBLEMS[name]
+    problem = (PROBLEMS | WITH_FEATURES)[name]
     inputs = problem.tensors(DEVICE)
     expected = attend(problem, inputs)
     disturber = Disturber()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -17,13 +19,13 @@ def check(problem: Problem, seed: int = 0) -> None:
     """Compare out and lse with the reference; plainly, and in a guarded buffer with the same bits."""
     inputs = problem.tensors(DEVICE, seed)
     keywords = problem.keywords(DEVICE)
-    out, lse = flash4.flash_attn_func(*inputs, return_lse=True, **keywords)
+    out, lse = problem.function(*inputs, return_lse=True, **keywords)
     assert_forward_close(out, lse, inputs, **keywords)
     buffer = guarded(tuple(out.shape), out.dtype, DEVICE)
-    written = flash4.flash_attn_func(*inputs, out=buffer.tensor, **keywords)
+    written = problem.function(*inputs, out=buffer.tensor, **keywords)
     buffer.check(written=True)
     assert written is buffer.tensor and torch.equal(written, out)
-    assert torch.equal(flash4.flash_attn_func(*inputs, **keywords), out), "return_lse changes out"
+    assert torch.equal(problem.function(*inputs, **keywords), out), "return_lse changes out"
 
 
 SQUARE = dict(batch=2, heads_kv=2, seqlen_q=300, seqlen_k=300)
@@ -81,7 +83,67 @@ PROBLEMS = {
     ),
     "d192 and 128, everything": Problem(
         head_dim=192, head_dim_v=128, dtype=BF16, heads_kv=2, seqlen_q=260, seqlen_k=333,
-        window_size=(100, 100), softcap=3.0, sink=2.0,
+        window_size=(100, 100),
+        softcap=3.0,
+        sink=2.0,
+    ),
+    "d128 alibi": Problem(**D128, **SQUARE, alibi="by head"),
+    "d64 causal alibi, packed heads": Problem(
+        head_dim=64, head_dim_v=64, batch=2, heads_kv=2, ratio=3, seqlen_q=30, seqlen_k=700, causal=True,
+        alibi="by batch and head", softcap=4.0,
+    ),
+    "d192 and 128, alibi, packed sequences": Problem(
+        head_dim=192, head_dim_v=128, dtype=BF16, heads_kv=2, lengths_q=(9, 300, 0), around=(0, 9),
+        lengths_k=(300, 100, 7), alibi="by batch and head", window_size=(90, 200), sink=1.0,
+    ),
+    "d128 mask_mod": Problem(**D128, **SQUARE, mask_mod="dilated", causal=True),
+    "d128 score_mod": Problem(**D128, **SQUARE, score_mod="heads", softcap=9.0),
+    "d64 mods and a window that leaves rows without keys": Problem(
+        head_dim=64, head_dim_v=64, heads_kv=2, ratio=4, seqlen_q=300, seqlen_k=200,
+        mask_mod="dilated", score_mod="relative", window_size=(0, 0), sink=0.0,
+    ),
+    "d256 mods, packed sequences": Problem(
+        head_dim=256, head_dim_v=256, dtype=BF16, heads_kv=2, lengths_q=(9, 300, 0), around=(0, 9),
+        lengths_k=(300, 100, 7), mask_mod="documents", score_mod="relative", causal=True,
+    ),
+    "d128 packed sequences": Problem(
+        **D128, heads_kv=2, lengths_q=(300, 1, 128, 257), lengths_k=(300, 70, 128, 500)
+    ),
+    "d128 packed sequences, causal": Problem(
+        **D128, heads_kv=2, ratio=3, causal=True, lengths_q=(5, 300, 64), lengths_k=(600, 300, 64)
+    ),
+    "d128 empty sequences, rows around": Problem(
+        **D128, heads_kv=2, causal=True, around=(5, 130), sink=1.0,
+        lengths_q=(0, 150, 0, 0, 33, 0), lengths_k=(0, 100, 90, 0, 0, 0),
+    ),
+    "d64 packed sequences": Problem(
+        head_dim=64, head_dim_v=64, heads_kv=2, lengths_q=(300, 1, 0, 700), lengths_k=(99, 700, 5, 2)
+    ),
+    "d64 packed sequences, causal, in use": Problem(
+        head_dim=64, head_dim_v=64, heads_kv=2, ratio=4, causal=True, around=(0, 3),
+        lengths_q=(300, 100, 700), lengths_k=(400, 700, 5), used_q=(250, 0, 700),
+        used_k=(333, 64, 0),
+    ),
+    "d128 keys in use": Problem(
+        **D128, heads_kv=2, ratio=8, causal=True, seqlen_q=3, seqlen_k=1000,
+        used_k=(1000, 0, 1, 64, 513),
+    ),
+    "d192 and 128, queries in use": Problem(
+        head_dim=192, head_dim_v=128, dtype=BF16, heads_kv=2, seqlen_q=300, seqlen_k=200,
+        used_q=(300, 0, 129), used_k=(7, 200, 130), window_size=(50, 20),
+    ),
+    "d256 packed queries": Problem(
+        head_dim=256, head_dim_v=256, dtype=BF16, heads_kv=2, seqlen_k=300, lengths_q=(1, 300, 77)
+    ),
+    "d40 packed keys, unaligned": Problem(
+        head_dim=40, head_dim_v=64, heads_kv=3, seqlen_q=200, lengths_k=(0, 300, 77), around=(9, 1),
+        layouts=("unaligned", "transposed", "interleaved"),
+    ),
+    "d128 ten thousand short sequences": Problem(
+        **D128, heads_kv=1, causal=True, lengths_q=(1, 3, 0, 7) * 2500, lengths_k=(5, 3, 1, 0) * 2500
+    ),
+    "d128 one long sequence among short ones": Problem(
+        **D128, heads_kv=2, causal=True, lengths_q=(3, 5) * 40 + (3000,), lengths_k=(9, 1) * 40 + (3000,)
     ),
 }  # fmt: skip
 
@@ -89,6 +151,97 @@ PROBLEMS = {
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_against_the_reference(name: str):
     check(PROBLEMS[name])
+
+
+def test_a_sequence_is_on_its_own():
+    """Packed beside others, each gives the bits that it gives alone."""
+    lengths = (100, 0, 300, 1, 129)
+    packed = Problem(**D128, heads_kv=2, causal=True, lengths_q=lengths, lengths_k=lengths)
+    q, k, v = packed.tensors(DEVICE)
+    out = packed.function(q, k, v, **packed.keywords(DEVICE))
+    begin = 0
+    for n in lengths:
+        own = [x[None, begin : begin + n].clone() for x in (q, k, v)]
+        assert torch.equal(flash4.flash_attn_func(*own, causal=True)[0], out[begin : begin + n])
+        begin += n
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("tensor", ["k", "v"])
+def test_what_is_not_in_use_never_matters(tensor, value):
+    """Bits do not change with what lies behind the keys in use, in a dense cache and between packed sequences."""
+    for problem in (PROBLEMS["d128 keys in use"], PROBLEMS["d64 packed sequences, causal, in use"]):
+        inputs, keywords = problem.tensors(DEVICE), problem.keywords(DEVICE)
+        inputs = [x.nan_to_num(0.0) for x in inputs]
+        expected = problem.function(*inputs, **keywords)
+        which = "qkv".index(tensor)
+        holes = problem.tensors(DEVICE)[which].isnan()
+        inputs[which] = inputs[which].masked_fill(holes, value)
+        assert holes.any() and torch.equal(problem.function(*inputs, **keywords), expected)
+
+
+@pytest.mark.parametrize("total_q", [0, 7])
+@pytest.mark.parametrize("total_k", [0, 9])
+def test_batches_without_any_row(total_q, total_k):
+    """Sequences that are all empty, beside rows of none or of nothing at all."""
+    q, k = (torch.randn(n, 4, 64, device=DEVICE, dtype=BF16) for n in (total_q, total_k))
+    cu = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    sink = torch.ones(4, device=DEVICE)
+    out, lse = flash4.flash_attn_varlen_func(q, k, k, cu, cu, learnable_sink=sink, return_lse=True)
+    assert out.shape == q.shape and (out == 0).all()
+    assert lse.shape == (4, total_q) and (lse == -torch.inf).all()
+
+
+def test_keys_of_no_sequence_with_sinks():
+    """Where no call needs a kernel: rows of sequences have their sink as LSE, others -inf."""
+    problem = Problem(
+        **D128, heads_kv=2, lengths_q=(3, 0, 4), lengths_k=(0, 0, 0), used_q=(2, 0, 4), sink=1.0,
+        around=(0, 2),
+    )  # fmt: skip
+    q, _, _ = problem.tensors(DEVICE)
+    k = torch.empty(0, 2, 128, device=DEVICE, dtype=BF16)
+    keywords = problem.keywords(DEVICE)
+    keywords["cu_seqlens_k"].zero_()
+    out, lse = flash4.flash_attn_varlen_func(q, k, k, **keywords, return_lse=True)
+    inside = torch.tensor([1, 1, 0, 1, 1, 1, 1, 0, 0], device=DEVICE, dtype=torch.bool)
+    sink = keywords["learnable_sink"][:, None].expand_as(lse)
+    assert (out == 0).all() and torch.equal(lse, sink.masked_fill(~inside, -torch.inf))
+
+
+def test_new_lengths_do_not_compile_or_wait():
+    from flash4.jit.cache import CACHE
+
+    problem = PROBLEMS["d128 packed sequences"]
+    check(problem)
+    before = CACHE.compiles
+    for lengths in ((1, 2), (300, 0, 5, 1000), (64,) * 50):
+        check(dataclasses.replace(problem, lengths_q=lengths, lengths_k=lengths))
+    assert CACHE.compiles == before
+    inputs, keywords = problem.tensors(DEVICE), problem.keywords(DEVICE)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        problem.function(*inputs, max_seqlen_q=300, max_seqlen_k=500, **keywords)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_graph_of_packed_sequences_takes_new_lengths():
+    """A captured call follows the lengths in its tensors."""
+    problem = PROBLEMS["d128 packed sequences, causal"]
+    inputs, keywords = problem.tensors(DEVICE), problem.keywords(DEVICE)
+    inputs = [x.nan_to_num(0.0) for x in inputs]
+    problem.function(*inputs, **keywords)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = problem.function(*inputs, return_lse=True, **keywords)
+    for cu_q, cu_k in (
+        ((0, 5, 305, 369), (0, 600, 900, 964)),
+        ((0, 100, 100, 350), (0, 1, 900, 964)),
+    ):
+        for name, numbers in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+            keywords[name].copy_(torch.tensor(numbers, dtype=torch.int32))
+        graph.replay()
+        assert_forward_close(out, lse, inputs, **keywords)
 
 
 def empty_problems() -> list[tuple[int, int, int, int]]:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import find, given, settings
 from torch import Tensor
 
+import flash4
 from flash4 import reference
 from tests import strategies
 from tests.checks import (
@@ -325,9 +326,11 @@ def test_random_problems_repeat_and_cover():
 def test_random_problems_pass_against_fused_rounding():
     """The bound accuses no right result: small problems of all kinds, forward and backward."""
     for i, problem in enumerate(
-        strategies.random_problems(40, 7, max_seqlen=130, max_scores=2**14)
+        strategies.random_problems(80, 7, max_seqlen=130, max_scores=2**14)
     ):
-        if problem.softmax_scale is not None:
+        features = (problem.window_size != (None, None), problem.softcap, problem.sink is not None)
+        dense = problem.function is flash4.flash_attn_func
+        if problem.softmax_scale is not None or any(features) or not dense:
             continue
         q, k, v = problem.tensors(seed=i)
         dout = problem.output_gradient(seed=i)

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flash4.common import mods
 from flash4.jit import compile as jit_compile
 from flash4.jit.inspect import Resources, count_resources, resources
 from flash4.problem import AttentionProblem
@@ -31,6 +32,7 @@ from flash4.sm90.fwd_config import (
     choose_config,
 )
 from flash4.sm90.fwd_roles import ForwardRoles
+from tests import strategies
 
 LIMITS = Path(__file__).with_name("fwd90_limits.json")
 SLACK = 1.01  # of the instruction counts
@@ -98,6 +100,36 @@ def with_features() -> dict[str, ForwardConfig]:
     named["128/128 full, cap"] = config_for(128, 128, softcap=True)
     named["64/64 causal, cap"] = config_for(64, 64, True, softcap=True)
     named["128/128 causal, sink"] = config_for(128, 128, True, sink=True)
+    named["128/128 full, alibi"] = config_for(128, 128, alibi=True)
+    named["64/64 causal, alibi"] = config_for(64, 64, True, alibi=True)
+    both = {
+        "score_mod": mods.register(strategies.bias_of_heads),
+        "mask_mod": mods.register(strategies.same_document),
+        "aux": mods.encode_aux([torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int32)]),
+    }
+    named |= {f"{d}/{d} causal, mods": config_for(d, d, True, **both) for d in (64, 128, 256)}
+    packed = {"cu_q": True, "cu_k": True}
+    every = {**packed, "used_q": True, "used_k": True}
+    named |= {
+        f"{d}/{dv} {mask}, packed": config_for(d, dv, MASKS[mask], **packed)
+        for d, dv in ((64, 64), (128, 128), (192, 128), (256, 256))
+        for mask in MASKS
+    }
+    named |= {
+        f"{d}/{dv} everything": config_for(
+            d, dv, **WINDOWS["causal, left"], **cap_and_sink, **every, alibi=True, pack=4
+        )
+        for d, dv in (
+            (64, 64),
+            (96, 96),
+            (128, 128),
+            (160, 160),
+            (192, 192),
+            (224, 224),
+            (256, 256),
+        )
+    }
+    named["128/128 causal, keys in use"] = config_for(128, 128, True, used_k=True, pack=8)
     return named
 
 
@@ -197,6 +229,17 @@ def test_every_config_fits(causal):
         where = f"{head_dim}/{head_dim_v}"
         assert graph.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT, where
         assert graph.registers <= REGISTER_FILE, where
+
+
+@pytest.mark.parametrize("packed", [*product((False, True), repeat=2)])
+def test_a_side_that_is_packed_alone_has_a_batch_of_its_own(packed):
+    """Sizes that a launch checks against one another are those that are equal."""
+    from flash4.sm90.fwd import ForwardSm90
+
+    config = config_for(64, 64, cu_q=packed[0], cu_k=packed[1])
+    q, k, v, out, lse, *_ = ForwardSm90(config).fake_arguments()[0]
+    assert k.shape[0] is v.shape[0] and q.shape[0] is out.shape[0] is lse.shape[0]
+    assert (q.shape[0] is k.shape[0]) == (packed[0] == packed[1])
 
 
 @pytest.mark.parametrize("seqlen", [1, LONG])

@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensorMode
 
 import flash4
 from flash4 import dispatch, ops, reference
+from flash4.common import mods
 from flash4.dispatch import architecture, plan_forward
 from flash4.problem import AttentionProblem, CallOptions
 from flash4.sm90 import fwd_config as sm90_fwd
@@ -57,7 +58,13 @@ class Launch:
             "softcap": cap,
             "causal": config.causal,
             "window_size": (numbers.get("left"), numbers.get("right")),
-            "learnable_sink": optional.get("sink"),
+            "learnable_sink": optional.pop("sink", None),
+            "score_mod": mods.function(config.score_mod),
+            "mask_mod": mods.function(config.mask_mod),
+            "aux_tensors": [
+                optional.pop(n) for n in config.optional_tensors if n.startswith("aux")
+            ],
+            **optional,
         }
 
 
@@ -68,6 +75,10 @@ def run_reference(launch):
         assert x.stride(-1) == 1 and x.data_ptr() % 16 == 0, "TMA cannot address it"
         assert not any(stride % 8 for stride in x.stride()[:-1]), x.stride()
     q, k, v, out = operands
+    if launch.config.cu_q:
+        q, out, lse = (x.squeeze(0) for x in (q, out, lse))
+    if launch.config.cu_k:
+        k, v = k.squeeze(0), v.squeeze(0)
     out32, lse32 = reference.attention(
         q, k, v, return_lse=True, compute_dtype=torch.float32, **launch.keywords
     )
@@ -132,6 +143,13 @@ def attention_problems(draw):
         window_right=not causal and draw(st.booleans()),
         softcap=draw(st.booleans()),
         sink=draw(st.booleans()),
+        alibi=draw(st.booleans()),
+        score_mod=draw(st.sampled_from([0, 0, 7])),
+        mask_mod=draw(st.sampled_from([0, 0, 2**56])),
+        cu_q=draw(st.booleans()),
+        cu_k=draw(st.booleans()),
+        used_q=draw(st.booleans()),
+        used_k=draw(st.booleans()),
     )
 
 
@@ -165,13 +183,21 @@ def test_plans_of_random_problems(problem):
     assert config.negate == problem.negative_scale
     assert (config.left, config.right) == (problem.window_left, problem.window_right)
     assert (config.softcap, config.sink) == (problem.softcap, problem.sink)
+    assert config.alibi == problem.alibi
+    assert (config.score_mod, config.mask_mod) == (problem.score_mod, problem.mask_mod)
     assert problem.head_dim <= config.tile_d and problem.head_dim_v <= config.tile_dv
     assert (grid.heads_kv, grid.batch) == (problem.heads_kv, problem.batch)
     assert 0 <= grid.m_blocks * config.tile_q - problem.seqlen_q < config.tile_q
     assert 0 <= grid.groups * config.pack - problem.gqa_ratio < config.pack
     assert 1 <= plan.section <= grid.head_count
+    names = ("cu_q", "cu_k", "used_q", "used_k")
+    assert all(getattr(config, name) == getattr(problem, name) for name in names)
     sides = (5 if side else None for side in (problem.window_left, problem.window_right))
-    assert plan.schedule(WORKERS, *sides).step == min(WORKERS, grid.total)
+    if problem.varlen:
+        with pytest.raises(ValueError, match="GPU"):
+            plan.schedule(WORKERS, *sides)
+    else:
+        assert plan.schedule(WORKERS, *sides).step == min(WORKERS, grid.total)
     assert plan.reasons and not plan.rejected
 
 
@@ -450,7 +476,7 @@ def test_what_a_call_asks_for_reaches_the_kernel(problem):
     """Through the operator: with what a launch says alone, the reference gives what the call should."""
     inputs, keywords = problem.tensors(), problem.keywords()
     with stand_in_gpu():
-        out, lse = flash4.flash_attn_func(*inputs, return_lse=True, **keywords)
+        out, lse = problem.function(*inputs, return_lse=True, **keywords)
     expected, expected_lse = reference.attention(
         *inputs, return_lse=True, compute_dtype=torch.float32, **keywords
     )
@@ -470,6 +496,22 @@ def test_new_sizes_of_features_ask_for_no_new_kernel():
     assert [launch.numbers[2:] for launch in launches] == [(3, 4), (0, 9), (10**6, 1)]
     assert [launch.numbers[0] for launch in launches] == [5.0, 0.1, 1e6]
     assert [launch.tensors[5][0].item() for launch in launches] == [0.5, -3.0, 0.0]
+
+
+def test_packed_outputs_real_and_fake():
+    """Shapes, strides and dtypes agree, also for heads-first queries; the operator takes packed calls."""
+    for q in (torch.randn(9, 4, 64).half(), torch.randn(4, 9, 64).half().transpose(0, 1)):
+        kv = torch.randn(12, 2, 64).half()
+        cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 4, 9], [0, 5, 12]))
+        lengths = (0.125, True, None, -1, -1, 0.0, None, None, cu_q, cu_k, None, cu_k[1:] - 5)
+        with stand_in_gpu():
+            real = ops.forward(q, kv, kv, *lengths)
+            torch.library.opcheck(ops.forward, (q, kv, kv, *lengths))
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = ops.forward(*(mode.from_tensor(x) for x in (q, kv, kv)), *lengths)
+        for r, f in zip(real, fake, strict=True):
+            assert (r.shape, r.stride(), r.dtype) == (f.shape, f.stride(), f.dtype)
+        assert real[1].shape == (4, 9) and real[0].stride() == q.stride()
 
 
 def test_sinks_of_any_layout_and_dtype():
@@ -701,5 +743,5 @@ def test_the_smoke_problems_are_taken(name):
     """What the GPU tests call is not refused: they run rarely, this test always."""
     problem = test_smoke.PROBLEMS[name]
     with stand_in_gpu() as launches:
-        flash4.flash_attn_func(*problem.tensors("cpu"), return_lse=True, **problem.keywords())
+        problem.function(*problem.tensors("cpu"), return_lse=True, **problem.keywords())
     assert launches

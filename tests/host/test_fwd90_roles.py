@@ -8,16 +8,20 @@ import time
 from dataclasses import dataclass, replace
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+import flash4
+from flash4.interface import options_of
 from flash4.jit.compile import compile_kernel
 from flash4.problem import AttentionProblem, CallOptions
 from flash4.sim.explore import explore
 from flash4.sim.sm90_fwd import forward_machines, round_to_16_bit, simulate_forward
 from flash4.sm90.fwd_config import ForwardConfig, choose_config
+from tests import strategies
 from tests.checks import assert_forward_close
 
 
@@ -181,6 +185,26 @@ def cases(draw):
 @given(case=cases(), seed=st.integers(0, 2**16))
 def test_numbers_of_random_problems(case, seed):
     run(case, seed)
+
+
+@settings(max_examples=150)
+@given(strategies.problems(max_seqlen=400, max_scores=2**18), st.integers(0, 2**16))
+def test_calls_of_every_feature(problem, seed):
+    """Any call of the public functions, with the config that it would get and NaN in what is not in use."""
+    inputs, keywords = problem.tensors(seed=seed), problem.keywords()
+    assume(all(x.numel() for x in inputs))
+    config = flash4.explain(*inputs, **keywords).config
+    options = options_of(*inputs, **keywords)
+    for name in ("sink", "alibi_slopes"):
+        if getattr(options, name) is not None:
+            options = options._replace(**{name: getattr(options, name).numpy()})
+    if options.aux_tensors is not None:
+        options = options._replace(aux_tensors=[x.numpy() for x in options.aux_tensors])
+    arrays = (x.float().numpy() for x in inputs)
+    with np.errstate(invalid="ignore"):  # NaN in rows that are not in use
+        out, lse = simulate_forward(config, *arrays, options, workers=1 + seed % 3, seed=seed)
+    out = torch.from_numpy(out).to(problem.dtype)
+    assert_forward_close(out, torch.from_numpy(lse), inputs, **keywords)
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 3, 5, 8])

@@ -207,18 +207,18 @@ BUILT = {
     "window_size",
     "softcap",
     "learnable_sink",
+    "alibi_slopes",
+    "score_mod",
+    "mask_mod",
+    "aux_tensors",
     "deterministic",
     "pack_gqa",
     "out",
     "return_lse",
 }
 ASKS_FOR_SOMETHING = {
-    "score_mod": [lambda score, *_: score],
     "score_mod_bwd": [lambda grad, *_: grad],
-    "mask_mod": [lambda *_: True],
-    "aux_tensors": [[torch.zeros(4)], (torch.zeros(4),), []],
     "block_mask": [object(), torch.zeros(4)],
-    "alibi_slopes": [torch.zeros(4), np.zeros(4), [0.5, 0.25]],
     "dropout_p": [0.1, 1.0, torch.tensor(0.5)],
     "num_splits": [2, 16, -1],
     "q_descale": [torch.ones(1), 1.0],
@@ -345,6 +345,17 @@ def test_sinks_that_do_not_fit(wrong, call):
     sink, error, words = WRONG_SINKS[wrong]
     call(*operands(), learnable_sink=tensor(4))  # a plan of a similar call is remembered
     check_refused(error, words, call, *operands(), learnable_sink=sink)
+    words = [word.replace("learnable_sink", "alibi_slopes") for word in words]
+    check_refused(error, words, call, *operands(), alibi_slopes=sink)
+
+
+@both_calls
+def test_slopes_of_heads_and_of_sequences(call):
+    for slopes in (tensor(4), tensor(2, 4), tensor(2, 4, dtype=torch.float32)):
+        call(*operands(), alibi_slopes=slopes)
+    for shape in ((1, 4), (3, 4), (2, 2), (4, 2)):
+        words = ["alibi_slopes", "(4,) or (2, 4)", str(shape)]
+        check_refused(ValueError, words, call, *operands(), alibi_slopes=tensor(*shape))
 
 
 @both_calls
@@ -358,7 +369,7 @@ def test_windows_that_are_none(window, call):
 
 
 @both_calls
-@pytest.mark.parametrize("name", ["softmax_scal", "is_causal", "dropout", "window", "max_seqlen_q"])
+@pytest.mark.parametrize("name", ["softmax_scal", "is_causal", "dropout", "window", "max_seqlen"])
 def test_unknown_keywords(name, call):
     with pytest.raises(TypeError, match=name):
         call(*operands(), **{name: None})
@@ -485,3 +496,159 @@ def test_out_that_does_not_fit_while_compiling(wrong, gpu, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     out, words = WRONG_OUT[wrong]
     check_refused(ValueError, ["out", *words], flash4.flash_attn_func, *operands(), out=out)
+
+
+def packed_operands(q=(9, 4, 64), k=(12, 2, 64), v=(12, 2, 32)):
+    """Packed q, k and v of three sequences."""
+    return operands(q, k, v)
+
+
+def ints(*numbers, dtype=torch.int32, device="cpu"):
+    return torch.tensor(numbers, dtype=dtype, device=device)
+
+
+CU_Q, CU_K = ints(0, 4, 4, 9), ints(0, 5, 6, 12)
+VARLEN_CALLS = (flash4.flash_attn_varlen_func, flash4.explain)
+both_varlen_calls = pytest.mark.parametrize("call", VARLEN_CALLS, ids=lambda call: call.__name__)
+
+# Operands and lengths; the error; what its message must name.
+WRONG_LENGTHS = {
+    "packed q without cu_seqlens": (
+        (packed_operands(), dict(cu_seqlens_k=CU_K)),
+        ValueError,
+        ["q must have 4 dimensions", "(9, 4, 64)", "cu_seqlens"],
+    ),
+    "batch of q with cu_seqlens": (
+        (operands(k=(12, 2, 64), v=(12, 2, 32)), dict(cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K)),
+        ValueError,
+        ["packed q must have 3 dimensions", "(2, 5, 4, 64)"],
+    ),
+    "v is not packed as k": (
+        (packed_operands(v=(2, 7, 2, 32)), dict(cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K)),
+        ValueError,
+        ["packed v must have 3 dimensions"],
+    ),
+    "rows of k and v": (
+        (packed_operands(v=(11, 2, 32)), dict(cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K)),
+        ValueError,
+        ["k and v must agree", "(11, 2, 32)"],
+    ),
+    "numbers of sequences": (
+        (packed_operands(), dict(cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K[:3])),
+        ValueError,
+        ["q holds 3 sequences", "cu_seqlens_k", "speaks of 2"],
+    ),
+    "sequences in k": (
+        (packed_operands(k=(2, 7, 2, 64), v=(2, 7, 2, 32)), dict(cu_seqlens_q=CU_Q)),
+        ValueError,
+        ["q holds 3 sequences", "k and v hold 2"],
+    ),
+    "too many in use": (
+        (operands(), dict(seqused_k=ints(1, 2, 3))),
+        ValueError,
+        ["q holds 2 sequences", "seqused_k", "speaks of 3"],
+    ),
+    "no cumulative length at all": (
+        (packed_operands(), dict(cu_seqlens_q=CU_Q[:0], cu_seqlens_k=CU_K)),
+        ValueError,
+        ["cu_seqlens_q", "(batch + 1,)", "(0,)"],
+    ),
+    "two dimensions": (
+        (operands(), dict(seqused_q=ints(1, 2)[None])),
+        ValueError,
+        ["seqused_q", "(batch,)", "(1, 2)"],
+    ),
+    "floats": ((operands(), dict(seqused_k=torch.ones(2))), TypeError, ["seqused_k", "float32"]),
+    "a list": ((operands(), dict(seqused_k=[1, 2])), TypeError, ["seqused_k", "list"]),
+    "elsewhere": (
+        (operands(), dict(seqused_k=ints(1, 2, device="meta"))),
+        ValueError,
+        ["seqused_k", "cpu", "meta"],
+    ),
+    "a length that is no number": (
+        (packed_operands(), dict(cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K, page_table=ints(0))),
+        NotImplementedError,
+        ["page_table"],
+    ),
+}
+
+
+@both_varlen_calls
+@pytest.mark.parametrize("wrong", WRONG_LENGTHS)
+def test_lengths_that_do_not_fit(wrong, call):
+    (tensors, lengths), error, words = WRONG_LENGTHS[wrong]
+    call(*packed_operands(), cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K)
+    check_refused(error, words, call, *tensors, **lengths)
+
+
+@pytest.mark.parametrize("longest", [None, 0, 5, torch.tensor(5)])
+def test_longest_lengths_are_not_needed(longest, gpu):
+    flash4.flash_attn_varlen_func(*packed_operands(), CU_Q, CU_K, longest, longest)
+    assert len(gpu) == 1
+    with pytest.raises(TypeError, match="max_seqlen_k"):
+        flash4.flash_attn_varlen_func(*packed_operands(), CU_Q, CU_K, longest, 5.0)
+
+
+def test_new_lengths_ask_for_no_new_kernel(gpu):
+    for cu_q, cu_k in ((CU_Q, CU_K), (ints(0, 0, 0, 1), ints(3, 3, 4, 5)), (CU_Q.long(), CU_K)):
+        flash4.flash_attn_varlen_func(*packed_operands(), cu_q, cu_k, pack_gqa=False)
+    for total in (1, 100, 5000):
+        x = tensor(total, 4, 64)
+        flash4.flash_attn_varlen_func(x, x[:, :2], x[:, :2, :32], CU_Q, CU_K, pack_gqa=False)
+    assert len({launch.config for launch in gpu}) == 1
+    assert all(x.dtype == torch.int32 for launch in gpu for x in launch.tensors[5:])
+
+
+def test_sequences_without_keys_give_their_sinks():
+    """What runs without a kernel agrees with the reference."""
+    q, sink = torch.randn(9, 4, 64).half(), torch.arange(4.0)
+    k, v, cu_k = tensor(0, 2, 64), tensor(0, 2, 32), ints(0, 0, 0)
+    for cu_q, used_q in ((ints(1, 3, 8), None), (ints(0, 0, 9), ints(0, 5)), (ints(2, 9, 9), None)):
+        keywords = dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, learnable_sink=sink, seqused_q=used_q)
+        out, lse = flash4.flash_attn_varlen_func(q, k, v, **keywords, return_lse=True)
+        expected = flash4.reference.attention(q, k, v, **keywords, return_lse=True)
+        assert (out == 0).all() and torch.equal(lse.double(), expected[1])
+
+
+TENSOR = torch.zeros(2)
+
+
+def keep_all(*_):
+    return True
+
+
+# Mods and what they read; the error; what its message must name.
+WRONG_MODS = {
+    "no callable": (dict(score_mod=3), TypeError, ["callable", "3"]),
+    "a tensor closed over": (
+        dict(mask_mod=lambda *_: TENSOR),
+        TypeError,
+        ["tensor", "aux_tensors"],
+    ),
+    "aux without a mod": (dict(aux_tensors=[tensor(4)]), ValueError, ["aux_tensors", "neither"]),
+    "an array": (dict(mask_mod=keep_all, aux_tensors=[np.zeros(2)]), TypeError, ["list of torch"]),
+    "a tensor, no list": (dict(mask_mod=keep_all, aux_tensors=(3,)), TypeError, ["list of torch"]),
+    "float64": (
+        dict(mask_mod=keep_all, aux_tensors=[tensor(2, dtype=torch.float64)]),
+        TypeError,
+        ["aux_tensors[0]", "float64", "torch.int32"],
+    ),
+    "a scalar": (
+        dict(mask_mod=keep_all, aux_tensors=[tensor(2), tensor()]),
+        ValueError,
+        ["aux_tensors[1]", "0 dimensions", "1 to 4"],
+    ),
+    "too many": (dict(mask_mod=keep_all, aux_tensors=[tensor(2)] * 9), ValueError, ["9", "8"]),
+    "elsewhere": (
+        dict(mask_mod=keep_all, aux_tensors=[tensor(2, device="meta")]),
+        ValueError,
+        ["aux_tensors[0]", "cpu", "meta"],
+    ),
+}
+
+
+@both_calls
+@pytest.mark.parametrize("wrong", WRONG_MODS)
+def test_mods_that_are_not_supported(wrong, call):
+    keywords, error, words = WRONG_MODS[wrong]
+    check_refused(error, words, call, *operands(), **keywords)

@@ -1,0 +1,160 @@
+"""Mods: callables of the user that are traced into a kernel, and what tells them apart. DSL-free.
+
+A kernel is told apart by plain numbers, so a mod is known by a hash of all that decides what it traces to: its code, its
+defaults, what it closes over, and the globals that it names, its helpers included. The same source with the same
+numbers is the same kernel, in any process.
+"""
+
+import functools
+import hashlib
+import types
+from typing import NamedTuple
+
+import torch
+
+AUX_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+AUX = "aux"  # with a number, name of a tensor that mods read
+MAX_AUX_DIMS = 4
+MAX_AUX_TENSORS = 8
+_AUX_KINDS = len(AUX_DTYPES) * MAX_AUX_DIMS + 1  # and none
+_KEY_BYTES = 7
+
+
+class SeqlenInfo(NamedTuple):
+    """What a mod may know about its sequence; as in ``reference``, which imports nothing.
+
+    Attributes:
+        seqlen_q: queries in use.
+        seqlen_k: keys in use.
+        offset_q: row of the first query in packed q, else 0.
+        offset_k: row of the first key in packed k, else 0.
+    """
+
+    seqlen_q: int
+    seqlen_k: int
+    offset_q: int
+    offset_k: int
+
+
+_functions: dict[int, object] = {}
+
+
+def register(mod) -> int:
+    """Key of a mod, by which ``function`` finds it; 0 for None.
+
+    Raises:
+        TypeError: not callable, or it depends on something whose value cannot be told; the message names that.
+    """
+    if mod is None:
+        return 0
+    if not callable(mod):
+        raise TypeError(f"a mod must be callable, got {mod!r}")
+    digest = hashlib.sha256()
+    _describe(mod, digest.update, [])
+    key = int.from_bytes(digest.digest()[:_KEY_BYTES], "big") + 1
+    _functions.setdefault(key, mod)
+    return key
+
+
+def function(key: int):
+    """The mod of a key; None for 0.
+
+    Raises:
+        KeyError: this process has not registered it.
+    """
+    if key == 0:
+        return None
+    try:
+        return _functions[key]
+    except KeyError:
+        raise KeyError(f"mod {key:#x} is not known to this process: register it first") from None
+
+
+def _describe(value, write, within: list):
+    """Write bytes that differ if what a traced function makes of ``value`` may differ."""
+    if any(value is outer for outer in within):  # a function that names itself
+        return write(b"again;")
+    within = [*within, value]
+    write(f"{type(value).__qualname__}:".encode())
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype)):
+        write(f"{value!r};".encode())
+    elif isinstance(value, (tuple, list)):
+        write(f"{len(value)}:".encode())
+        for item in value:
+            _describe(item, write, within)
+    elif isinstance(value, dict):
+        _describe(list(value.items()), write, within)
+    elif isinstance(value, (set, frozenset)):
+        _describe(sorted(value, key=repr), write, within)
+    elif isinstance(value, types.CodeType):
+        parts = (value.co_code, value.co_names, value.co_varnames, value.co_freevars)
+        _describe((*parts, value.co_argcount, value.co_flags, value.co_consts), write, within)
+    elif isinstance(value, types.FunctionType):
+        cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
+        used = {n: value.__globals__[n] for n in _names(value.__code__) if n in value.__globals__}
+        parts = (value.__code__, value.__defaults__, value.__kwdefaults__, cells, used)
+        _describe(parts, write, within)
+    elif isinstance(value, functools.partial):
+        _describe((value.func, value.args, value.keywords), write, within)
+    elif isinstance(value, types.ModuleType):
+        write(f"{value.__name__};".encode())
+    elif isinstance(value, (type, types.BuiltinFunctionType)):
+        write(f"{value.__module__}.{value.__qualname__};".encode())
+    else:
+        raise TypeError(
+            f"a mod depends on {value!r} of type {type(value).__name__}; supported are numbers, strings, tuples, "
+            "lists, dicts, functions and modules: tensors go into aux_tensors"
+        )
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """Names that code and the code within it look up, globals among them."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names.update(_names(constant))
+    return sorted(names)
+
+
+def encode_aux(tensors) -> int:
+    """Types and numbers of dimensions of aux tensors as one number; 0 for none."""
+    code = 0
+    for x in reversed(tensors or ()):
+        code = code * _AUX_KINDS + AUX_DTYPES.index(x.dtype) * MAX_AUX_DIMS + x.ndim
+    return code
+
+
+def decode_aux(code: int) -> list[tuple[int, int]]:
+    """(index in ``AUX_DTYPES``, dimensions) of each aux tensor."""
+    found = []
+    while code:
+        kind = code % _AUX_KINDS - 1
+        found.append((kind // MAX_AUX_DIMS, kind % MAX_AUX_DIMS + 1))
+        code //= _AUX_KINDS
+    return found
+
+
+def check_aux(tensors, q):
+    """Check tensors that mods read.
+
+    Raises:
+        TypeError: not a list or tuple of tensors, or a dtype that is not supported.
+        ValueError: too many, no or too many dimensions, or on another device than q.
+    """
+    if not isinstance(tensors, (tuple, list)) or not all(
+        isinstance(x, torch.Tensor) for x in tensors
+    ):
+        raise TypeError(f"aux_tensors must be a list of torch.Tensor, got {tensors!r}")
+    if len(tensors) > MAX_AUX_TENSORS:
+        raise ValueError(f"{len(tensors)} aux_tensors; supported are up to {MAX_AUX_TENSORS}")
+    for i, x in enumerate(tensors):
+        if x.dtype not in AUX_DTYPES:
+            raise TypeError(
+                f"aux_tensors[{i}] is {x.dtype}; supported are {', '.join(map(str, AUX_DTYPES))}"
+            )
+        if not 1 <= x.ndim <= MAX_AUX_DIMS:
+            raise ValueError(
+                f"aux_tensors[{i}] has {x.ndim} dimensions; supported are 1 to {MAX_AUX_DIMS}"
+            )
+        if x.device != q.device:
+            raise ValueError(f"aux_tensors[{i}] must be on {q.device} as q, got {x.device}")
