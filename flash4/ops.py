@@ -86,7 +86,7 @@ def addressable(x):
 def empty_output(q, head_dim_v: int):
     """Output for q: (batch, seqlen_q, heads_q, head_dim_v), or packed, in q's memory order of heads and queries."""
     if q.ndim == 3:
-        return empty_output(q[None], head_dim_v)[0]
+        return empty_output(q.unsqueeze(0), head_dim_v).squeeze(0)
     batch, seqlen, heads, _ = q.shape
     if q.stride(1) < q.stride(2) and q.transpose(1, 2).is_contiguous():
         return q.new_empty((batch, heads, seqlen, head_dim_v)).transpose(1, 2)

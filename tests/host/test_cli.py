@@ -59,6 +59,19 @@ def test_explain():
     assert "bf16=False" in text and "because" in text and "copies nothing" in text
 
 
+FEATURES = ("--window-left", "70", "--window-right", "9", "--softcap", "5", "--sink", "--alibi")
+
+
+def test_features_are_options(capsys):
+    call = ("--batch", "1", "--seqlen", "200", "--heads", "2", "--head-dim", "64", *FEATURES)
+    assert cli.main(["explain", *call]) == 0
+    text = capsys.readouterr().out
+    assert "window at the left, window at the right, softcap, sink, alibi" in text
+    assert cli.main(["simulate", "sm90-fwd", *call]) == 0
+    text = capsys.readouterr().out
+    assert "hazards: none" in text and text.count(" ok\n") == 1
+
+
 def test_options_default_to_one_another(capsys):
     assert cli.main(["explain", "--seqlen-q", "300", "--heads", "6", "--head-dim", "64"]) == 0
     assert "queries 300, keys 300, heads 6/6, head dim 64/64" in capsys.readouterr().out

@@ -663,6 +663,40 @@ def test_torch_compile_makes_one_graph():
     assert torch.ops.flash4.forward in called or torch.ops.flash4.forward.default in called
 
 
+def test_torch_compile_takes_features_and_packed_sequences():
+    """In one graph, all but mods, whose code is looked at while tracing."""
+
+    def attend(q, kv, packed_q, packed_kv, sink, cu, used):
+        dense = flash4.flash_attn_func(
+            q, kv, kv, window_size=(9, 5), softcap=3.0, learnable_sink=sink, alibi_slopes=sink
+        )
+        packed, lse = flash4.flash_attn_varlen_func(
+            packed_q,
+            packed_kv,
+            packed_kv,
+            cu,
+            cu,
+            5,
+            5,
+            seqused_k=used,
+            causal=True,
+            return_lse=True,
+        )
+        return dense, packed, lse
+
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    with FakeTensorMode():
+        q = torch.empty(2, 9, 4, 64, dtype=BF16, device="cuda")
+        kv = torch.empty(2, 9, 2, 64, dtype=BF16, device="cuda")
+        sink = torch.empty(4, device="cuda")
+        cu, used = (torch.empty(n, dtype=torch.int32, device="cuda") for n in (3, 2))
+        packed_q, packed_kv = (
+            torch.empty(9, heads, 64, dtype=BF16, device="cuda") for heads in (4, 2)
+        )
+        dense, packed, lse = compiled(q, kv, packed_q, packed_kv, sink, cu, used)
+    assert (dense.shape, packed.shape, lse.shape) == (q.shape, (9, 4, 64), (4, 9))
+
+
 def test_tracing_keeps_sizes_symbolic():
     """Batch, heads and lengths stay free: one graph serves every size."""
     with FakeTensorMode():
