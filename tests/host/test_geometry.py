@@ -68,7 +68,9 @@ def check_tile(blocks, m_block, seqlen_q, seqlen_k):
     assert 0 <= unmasked <= first + count
     assert unmasked * blocks.tile_n <= ends.min(), "a block that needs a mask has none"
     if not blocks.begins_late:
-        assert (unmasked + 1) * blocks.tile_n > ends.min(), "a block is masked for nothing"
+        assert (unmasked + 1) * blocks.tile_n >= ends.min(), "a block is masked for nothing"
+    if ends.min() > 0:
+        assert unmasked * blocks.tile_n < ends.min(), "a query has its last key in no masked block"
     unmasked_from = blocks.unmasked_from(first_query + blocks.tile_q - 1, seqlen_q, seqlen_k)
     assert unmasked_from * blocks.tile_n >= begins.max(), "a block that needs a mask has none"
 
