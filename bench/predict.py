@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from bench import provenance
@@ -64,6 +65,7 @@ def measure(cells=CELLS) -> dict:
         rows.append(
             {
                 "cell": cell.name,
+                "config": asdict(planned(cell).config),
                 "us": round(statistics.median(spans), 2),
                 "us_least": round(min(spans), 2),
                 "us_most": round(max(spans), 2),
@@ -107,8 +109,8 @@ def merge(record: dict, csv_text: str) -> None:
         row["instructions"] = round(found["smsp__inst_executed.sum"])
 
 
-def planned(cell: Cell):
-    """Plan of a cell on an H200."""
+def planned(cell: Cell, config: dict | None = None):
+    """Plan of a cell on an H200; with another config than today's, if one is given by its fields."""
     import torch
 
     from flash4.dispatch import plan_forward
@@ -119,15 +121,17 @@ def planned(cell: Cell):
         torch.bfloat16, cell.batch, cell.seqlen, cell.seqlen, cell.heads_q, cell.heads_kv,
         cell.d, cell.dv, cell.causal,
     )  # fmt: skip
-    return plan_forward(problem, "sm_90a", H200.sms)
+    plan = plan_forward(problem, "sm_90a", H200.sms)
+    return plan if config is None else replace(plan, config=type(plan.config)(**config))
 
 
-def predict(cell: Cell):
-    """Timing of a cell by the model."""
+def predict(row: dict):
+    """Timing of a recorded cell by the model, with the config that was measured."""
     from flash4.sim.chips import H200
     from flash4.sim.sm90_fwd_clock import time_forward
 
-    return time_forward(planned(cell), H200, latest=0)
+    plan = planned(Cell.parse(row["cell"]), row["config"])
+    return time_forward(plan, H200, latest=0)
 
 
 def errors(record: dict, show=lambda text: None) -> tuple[list[float], list[float]]:
@@ -135,7 +139,7 @@ def errors(record: dict, show=lambda text: None) -> tuple[list[float], list[floa
     times, cycles = [], []
     show(f"{'cell':28} {'cycles':>9} {'model':>9} {'':>6}   {'us':>8} {'model':>8} {'':>6}")
     for row in record["cells"]:
-        timing = predict(Cell.parse(row["cell"]))
+        timing = predict(row)
         times.append(timing.microseconds / row["us"] - 1)
         text = ""
         if "cycles" in row:

@@ -152,9 +152,13 @@ class Problem:
     @property
     def function(self) -> Callable[..., Any]:
         """Public function that takes the call."""
+        return flash4.flash_attn_varlen_func if self.varlen else flash4.flash_attn_func
+
+    @property
+    def varlen(self) -> bool:
+        """Whether sequences have lengths of their own."""
         given = (self.lengths_q, self.lengths_k, self.used_q, self.used_k)
-        dense = all(x is None for x in given)
-        return flash4.flash_attn_func if dense else flash4.flash_attn_varlen_func
+        return any(x is not None for x in given)
 
     @property
     def out_shape(self) -> tuple[int, ...]:

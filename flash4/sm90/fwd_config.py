@@ -285,8 +285,15 @@ class ForwardConfig:
         )
 
 
+# Sequences of different lengths end in an illegal memory access on an H200. Neither the simulator, with NaN in all that
+# they must not touch, nor the compiler shows why: they are refused until that is found. Tests on a CPU allow them.
+SEQUENCES_RUN = False
+
+
 def can_implement(problem) -> str | None:
     """Why this kernel cannot run a problem, or None if it can."""
+    if problem.varlen and not SEQUENCES_RUN:
+        return "sequences of different lengths (cu_seqlens, seqused) fault on the GPU as yet"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size > MAX_HEAD_DIM:
             return f"{name} {size} exceeds {MAX_HEAD_DIM}: a tile's accumulators would not fit the registers"

@@ -4,6 +4,7 @@ import json
 import re
 import statistics
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -211,9 +212,8 @@ def test_predictions_against_an_h200():
 )
 def test_instructions_are_those_that_were_counted(row):
     """All MMA warps of the busiest worker, against the share that a worker has of the profiler's count."""
-    cell = Cell.parse(row["cell"])
-    timing = predict.predict(cell)
-    plan = predict.planned(cell)
+    timing = predict.predict(row)
+    plan = predict.planned(Cell.parse(row["cell"]), row["config"])
     schedule = plan.schedule(H200.sms)
     total = sum(t.n_blocks + 1 for mine in schedule.workers() for t in mine)
     mine = max(sum(t.n_blocks + 1 for t in worker) for worker in schedule.workers())
@@ -230,8 +230,6 @@ def small(**options):
 
 def test_fewer_stages_and_a_dropped_turn_take_time():
     plan = predict.planned(Cell(128, 128, False, 1024, 8, 16, 16))
-    from dataclasses import replace
-
     one = time_forward(replace(plan, config=replace(plan.config, stages=1)), H200)
     assert one.cycles > 1.2 * small().cycles
 

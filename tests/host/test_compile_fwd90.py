@@ -69,7 +69,6 @@ def shipped() -> dict[str, ForwardConfig]:
         f"{d}/{d} {mask}": config_for(d, d, causal)
         for d in SQUARE
         for mask, causal in MASKS.items()
-        if causal or d in (64, 128, 256)
     }
     for d, dv, mask in (
         (192, 128, "full"),
