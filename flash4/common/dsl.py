@@ -2,6 +2,7 @@
 
 import types
 
+from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
@@ -44,3 +45,41 @@ def inline_ptx(result_type, constraints, text, *operands, side_effects=False, lo
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
+
+
+def check_carried(value, what: str):
+    """Check, while tracing, that a loop which advances a value carries it.
+
+    A loop carries what its body names (``docs/dsl-rules.md``). What it does not carry is a value from outside the loop,
+    the same in every round.
+
+    Args:
+        value: MLIR value that is about to be advanced.
+        what: name for the error.
+
+    Raises:
+        TypeError: the innermost loop around here does not carry it.
+    """
+    around = _operations_around(ir.InsertionPoint.current.block)
+    loop = next((op for op in around if op.name in ("scf.for", "scf.while")), None)
+    if loop is None:
+        return
+    owner = value.owner
+    block = owner if isinstance(owner, ir.Block) else _operation(owner).block
+    if not any(op == loop for op in _operations_around(block)):
+        raise TypeError(
+            f"{what} is advanced in a loop that does not carry it: bind it to a local name of the role"
+        )
+
+
+def _operation(op):
+    return op.operation if hasattr(op, "operation") else op
+
+
+def _operations_around(block):
+    """Operations around a block, innermost first."""
+    op = _operation(block.owner)
+    while op is not None:
+        yield op
+        parent = getattr(op, "parent", None)  # a function has a module, which has none
+        op = None if parent is None else _operation(parent)

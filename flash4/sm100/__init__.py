@@ -1,0 +1,1 @@
+"""Kernels for Blackwell data-centre GPUs (compute capability 10.0)."""

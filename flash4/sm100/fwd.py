@@ -1,0 +1,348 @@
+"""Forward attention for Blackwell (sm_100): host code, launch and wiring of the roles.
+
+    load --[q x2, kv x3 tma->mma]--> mma --(s)--> softmax0, softmax1 --(p, t)--> mma --(o)--> correction
+    softmax --(m, l)--> correction --(p)--> mma;  correction --[o x2]--> store
+
+Steady state, per KV block i (counted down from the last) and Q tile:
+
+    load        kv.acquire -> TMA K(i) -> kv.acquire -> TMA V(i+1)
+    mma         P(i+1) there and O rescaled -> O += P(i+1) V, post o -> S(i) = Q K^T over P(i+1), post s
+    softmax     S(i) to registers -> shift, post m -> P(i) over S(i), post p, t
+    correction  m: factor, o: P V done -> O *= factor where a shift moved, post p
+
+Config is in ``fwd_config``, graph in ``fwd_graph``, schedule in ``fwd_roles``, its verbs in ``fwd_ops``.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.blackwell_helpers as blackwell
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator, TmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from flash4.common.graph import WARPGROUP
+from flash4.common.numerics import LOG2E
+from flash4.common.tiles import Grid, TileSchedule
+from flash4.sm100.fwd_config import MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT, ForwardConfig
+from flash4.sm100.fwd_ends import CorrectionEnds, MmaEnds, Raise, SoftmaxEnds, Wait, open_ring
+from flash4.sm100.fwd_graph import TMEM_COLUMNS
+from flash4.sm100.fwd_ops import (
+    CorrectionOps,
+    LoadOps,
+    MmaOps,
+    Operand,
+    SoftmaxOps,
+    StoreOps,
+    element,
+    make_mma_pv,
+    make_mma_qk,
+)
+from flash4.sm100.fwd_roles import ForwardRoles
+
+# Named barriers; 0 is __syncthreads.
+BARRIER_TMEM = 1  # all who use tensor memory know where it is
+BARRIER_FREE = 2  # correction is through with it
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """What crosses the launch besides operands and grid."""
+
+    lse: cute.Tensor  # (B, H, Sq), float32
+    scale_log2: Float32
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What all roles share."""
+
+    rings: dict  # name -> (producer's end, consumer's end)
+    barriers: dict  # name of a signal -> pointer
+    sQ: object  # pointers to the buffers
+    sK: object
+    sV: object
+    sO: cute.Tensor
+    sStat: cute.Tensor
+    tmem: object
+
+
+def packed_view(x, heads_kv):
+    """View (B, S, H, D) as ((H / heads_kv, S), D, heads_kv, B): the row mode that a tile of packed heads cuts."""
+    batch, seqlen, heads, head_dim = x.shape
+    s_batch, s_seqlen, s_head, s_dim = x.stride
+    ratio = heads // heads_kv
+    layout = cute.make_layout(
+        ((ratio, seqlen), head_dim, heads_kv, batch),
+        stride=((s_head, s_seqlen), s_dim, s_head * ratio, s_batch),
+    )
+    return cute.make_tensor(x.iterator, layout)
+
+
+def permuted_view(x, order):
+    """View with the modes of x in another order."""
+    return cute.make_tensor(x.iterator, cute.select(x.layout, mode=order))
+
+
+class ForwardSm100:
+    """One Blackwell forward kernel; see the module docstring for its pipeline."""
+
+    def __init__(self, config: ForwardConfig):
+        self.config = config
+        self.graph = config.graph
+        if not config.fits:
+            raise ValueError(
+                f"{config} needs {self.graph.smem_bytes} bytes of shared memory, one CTA has {SMEM_LIMIT}"
+            )
+        self.roles = ForwardRoles()
+
+    def fake_arguments(self):
+        """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
+
+        def sym(divisibility):
+            return cute.sym_int64(divisibility=divisibility)
+
+        batch, heads, heads_kv = cute.sym_int(), cute.sym_int(), cute.sym_int()
+        seqlen_q, seqlen_k = cute.sym_int(), cute.sym_int()
+        head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
+
+        def tensor(*shape):
+            strides = (sym(8), sym(8), sym(8), 1)  # TMA: multiples of 16 bytes
+            return cute.runtime.make_fake_tensor(
+                element(self.config), shape, stride=strides, assumed_align=16
+            )
+
+        lse = cute.runtime.make_fake_tensor(
+            Float32, (batch, heads, seqlen_q), stride=(sym(1), sym(1), 1), assumed_align=4
+        )
+        tensors = (
+            tensor(batch, seqlen_q, heads, head_dim),
+            tensor(batch, seqlen_k, heads_kv, head_dim),
+            tensor(batch, seqlen_k, heads_kv, head_dim_v),
+            tensor(batch, seqlen_q, heads, head_dim_v),
+            lse,
+        )
+        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        return (tensors, (Float32(1),), Int32(1), Int32(1), stream)
+
+    @cute.jit
+    def __call__(
+        self,
+        tensors,  # q (B, Sq, H, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv), o (B, Sq, H, Dv), lse (B, H, Sq) float32
+        numbers: tuple,  # (softmax scale,) Float32
+        section: Int32,
+        workers: Int32,
+        stream,
+    ):
+        """Build layouts and TMA descriptors, and launch."""
+        c = self.config
+        q, k, v, o, lse = tensors
+        heads_kv = k.shape[2]
+        layouts = self._tma_layouts()
+        load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+
+        def operand(op, tensor, layout, tiler):
+            atom, coords = cpasync.make_tiled_tma_atom(
+                op, tensor, cute.slice_(layout, (None, None, 0)), tiler
+            )
+            return Operand(atom, coords)
+
+        rows = (c.pack, MMA_ROWS // c.pack)
+        operands = (
+            operand(load, packed_view(q, heads_kv), layouts[0], (rows, c.tile_d)),
+            operand(load, permuted_view(k, [1, 3, 2, 0]), layouts[1], (c.tile_n, c.kv_columns)),
+            operand(load, permuted_view(v, [3, 1, 2, 0]), layouts[2], (c.kv_columns, c.tile_n)),
+            operand(save, packed_view(o, heads_kv), layouts[3], (rows, c.tile_dv)),
+        )
+        grid = Grid(
+            m_blocks=cute.ceil_div(q.shape[1], c.tile_q),
+            groups=cute.ceil_div(q.shape[2] // heads_kv, c.pack),
+            heads_kv=heads_kv,
+            batch=q.shape[0],
+        )
+        run_time = RunTime(lse, numbers[0] * LOG2E)
+        self.kernel(operands, run_time, grid, section, (q.shape[1], k.shape[1])).launch(
+            grid=(cutlass.min(grid.total, workers), 1, 1),
+            block=(self.graph.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def _tma_layouts(self):
+        """Swizzled layouts as TMA fills and reads them: Q (128, tile_d, 2), K, V, O (128, tile_dv, o_slots).
+
+        K (tile_n, kv_columns, stages) and V (kv_columns, tile_n, stages) are the same memory.
+        """
+        c, dtype = self.config, element(self.config)
+        row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        return (
+            hopper.make_smem_layout_a(row, (MMA_ROWS, c.tile_n, c.tile_d), dtype, 2),
+            hopper.make_smem_layout_b(row, (MMA_ROWS, c.tile_n, c.kv_columns), dtype, c.stages),
+            hopper.make_smem_layout_b(column, (MMA_ROWS, c.kv_columns, c.tile_n), dtype, c.stages),
+            hopper.make_smem_layout_epi(dtype, row, (MMA_ROWS, c.tile_dv), c.o_slots),
+        )
+
+    def _mma_layouts(self):
+        """The same memory as the MMAs read it, (MMA, MMA_M or MMA_N, MMA_K, slots): Q, K, V; and P in tensor memory.
+
+        A slot of the ring may be wider than its block; then only the first columns are read.
+        """
+        c, dtype = self.config, element(self.config)
+        qk_tile, pv_tile = (MMA_ROWS, c.tile_n, c.tile_d), (MMA_ROWS, c.tile_dv, c.tile_n)
+        qk, pv = make_mma_qk(c), make_mma_pv(c)
+        slot = c.tile_n * c.kv_columns
+
+        def in_slots(layout):
+            outer = cute.append(
+                cute.select(layout.outer, mode=[0, 1, 2]), cute.make_layout(c.stages, stride=slot)
+            )
+            return layout.inner, outer
+
+        q = blackwell.make_smem_layout_a(qk, qk_tile, dtype, 2)
+        return (
+            (q.inner, q.outer),
+            in_slots(blackwell.make_smem_layout_b(qk, qk_tile, dtype, 1)),
+            in_slots(blackwell.make_smem_layout_b(pv, pv_tile, dtype, 1)),
+            blackwell.make_smem_layout_a(pv, pv_tile, dtype, 1).outer,
+        )
+
+    @cute.kernel
+    def kernel(self, operands: tuple, run_time: RunTime, grid: Grid, section: Int32, seqlens: tuple):
+        """Allocate, open the rings, and send every warp to its role."""
+        c, graph = self.config, self.graph
+        thread, _, _ = cute.arch.thread_idx()
+        worker, _, _ = cute.arch.block_idx()
+        workers, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for operand in operands:
+                cpasync.prefetch_descriptor(operand.atom)
+        memory = self._allocate(warp)
+        tiles = TileSchedule(c.blocks(), grid, section, worker, workers, *seqlens)
+        correction, mma = graph.role("correction"), graph.role("mma")
+        load, store = graph.role("load"), graph.role("store")
+        if warp >= mma.warps.start:
+            cute.arch.setmaxregister_decrease(mma.registers)
+            if warp == load.warps.start:
+                self._run_load(memory, tiles, operands)
+            if warp == mma.warps.start:
+                self._run_mma(memory, tiles)
+            if warp == store.warps.start:
+                ops = StoreOps(c, tiles, operands[3], memory.sO)
+                self.roles.store(ops, tiles, memory.rings["o"][1])
+        if warp < correction.warps.start:
+            cute.arch.setmaxregister_increase(graph.role("softmax0").registers)
+            self._run_softmax(memory, tiles, run_time, warp // 4, thread % WARPGROUP)
+        if (warp >= correction.warps.start) & (warp < correction.warps.stop):
+            cute.arch.setmaxregister_decrease(correction.registers)
+            self._run_correction(memory, tiles, thread % WARPGROUP)
+
+    def _allocate(self, warp):
+        """Shared memory, barriers and the ends of rings; all threads meet here."""
+        c, graph, smem = self.config, self.graph, SmemAllocator()
+        sizes = {b.name: b.nbytes for b in graph.buffers}
+        base = {name: smem.allocate(n, byte_alignment=SMEM_ALIGN) for name, n in sizes.items()}
+        rings = {
+            ring.name: open_ring(ring, smem.allocate_array(Int64, 2 * ring.stages))
+            for ring in graph.rings
+        }
+        first = smem.allocate_array(Int64, len(graph.signals))
+        barriers = {signal.name: first + i for i, signal in enumerate(graph.signals)}
+        self._init_signals(warp, barriers)
+        users = ("softmax0", "softmax1", "correction", "mma")
+        tmem = TmemAllocator(
+            smem.allocate_array(Int32, 1),
+            barrier_for_retrieve=pipeline.NamedBarrier(
+                BARRIER_TMEM, sum(graph.role(name).threads for name in users)
+            ),
+            allocator_warp_id=graph.role("correction").warps.start,
+        )
+        pipeline.pipeline_init_arrive(cute.make_layout((1, 1)))
+        pipeline.pipeline_init_wait(cute.make_layout((1, 1)))
+        sO = self._smem_tensor(base["o"], self._tma_layouts()[3])
+        stat = cute.make_tensor(
+            cute.recast_ptr(base["stat"], dtype=Float32), cute.make_layout((MMA_ROWS, 2, 2))
+        )
+        return Memory(rings, barriers, base["q"], base["kv"], base["kv"], sO, stat, tmem)
+
+    @cute.jit
+    def _init_signals(self, warp, barriers: cutlass.Constexpr):
+        if warp == 0:
+            with cute.arch.elect_one():
+                for signal in self.graph.signals:
+                    cute.arch.mbarrier_init(barriers[signal.name], signal.arrivals)
+
+    def _smem_tensor(self, pointer, layout):
+        """Tensor at a byte pointer with a swizzled layout."""
+        inner, outer = layout if isinstance(layout, tuple) else (layout.inner, layout.outer)
+        pointer = cute.recast_ptr(pointer, swizzle_=inner, dtype=element(self.config))
+        return cute.make_tensor(pointer, outer)
+
+    def _run_load(self, memory, tiles, operands):
+        c, layouts = self.config, self._tma_layouts()
+        sQ, sK, sV = (
+            self._smem_tensor(pointer, layout)
+            for pointer, layout in zip((memory.sQ, memory.sK, memory.sV), layouts)
+        )
+        ops = LoadOps(c, tiles, *operands[:3], sQ, sK, sV)
+        self.roles.load(ops, tiles, memory.rings["q"][0], memory.rings["kv"][0])
+
+    def _run_mma(self, memory, tiles):
+        c, layouts = self.config, self._mma_layouts()
+        memory.tmem.wait_for_alloc()
+        sQ, sK, sV = (
+            self._smem_tensor(pointer, layout)
+            for pointer, layout in zip((memory.sQ, memory.sK, memory.sV), layouts)
+        )
+        pointer = memory.tmem.retrieve_ptr(Float32)
+        ops = MmaOps(c, self.graph.tmem, pointer, sQ, sK, sV, layouts[3])
+        raises = {name: self._raise(memory, name) for name in ("s0", "s1", "o0", "o1")}
+        waits = {name: self._wait(memory, name) for name in ("p0", "p1", "t0", "t1")}
+        ends = MmaEnds(q=memory.rings["q"][1], kv=memory.rings["kv"][1], **raises, **waits)
+        self.roles.mma(ops, tiles, ends)
+
+    def _run_softmax(self, memory, tiles, run_time, q_tile, thread):
+        memory.tmem.wait_for_alloc()
+        pointer = memory.tmem.retrieve_ptr(Float32)
+        ops = SoftmaxOps(
+            self.config, self.graph.tmem, tiles, pointer, memory.sStat, run_time.lse,
+            run_time.scale_log2, q_tile, thread,
+        )  # fmt: skip
+        ends = SoftmaxEnds(
+            **{name: self._wait(memory, name + "0", q_tile) for name in ("s", "f")},
+            **{name: self._raise(memory, name + "0", q_tile) for name in ("p", "t", "m", "l")},
+        )
+        self.roles.softmax(ops, tiles, ends)
+
+    def _run_correction(self, memory, tiles, thread):
+        memory.tmem.allocate(TMEM_COLUMNS)
+        memory.tmem.wait_for_alloc()
+        pointer = memory.tmem.retrieve_ptr(Float32)
+        ops = CorrectionOps(self.config, self.graph.tmem, pointer, memory.sStat, memory.sO, thread)
+        waits = ("m0", "m1", "o0", "o1", "l0", "l1")
+        ends = CorrectionEnds(
+            o=memory.rings["o"][0],
+            **{name: self._wait(memory, name) for name in waits},
+            **{name: self._raise(memory, name) for name in ("p0", "p1", "f0", "f1")},
+        )
+        self.roles.correction(ops, tiles, ends)
+        memory.tmem.relinquish_alloc_permit()
+        cute.arch.barrier(barrier_id=BARRIER_FREE, number_of_threads=WARPGROUP)
+        memory.tmem.free(pointer, TMEM_COLUMNS)
+
+    def _barrier(self, memory, name, q_tile=0):
+        """Barrier of a signal; of the other Q tile it is half of all signals away."""
+        return memory.barriers[name] + q_tile * (len(self.graph.signals) // 2)
+
+    def _raise(self, memory, name, q_tile=0):
+        return Raise(self._barrier(memory, name, q_tile), self._signal(name).kind)
+
+    def _wait(self, memory, name, q_tile=0):
+        return Wait(self._barrier(memory, name, q_tile), self._signal(name).credit)
+
+    def _signal(self, name):
+        return next(signal for signal in self.graph.signals if signal.name == name)

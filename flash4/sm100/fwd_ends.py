@@ -1,0 +1,128 @@
+"""Ends of rings and signals as the roles of the Blackwell forward get them.
+
+A signal is one mbarrier. The raisers' end posts: threads arrive, or the tensor core does when it is through with what
+was issued. The waiter's end owns the phase.
+"""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Int32
+from cutlass.cute.nvgpu import tcgen05
+from cutlass.experimental import primitives
+
+from flash4.common.dsl import check_carried
+from flash4.sm100.fwd_graph import TMA, UMMA, Ring
+
+
+class Raise:
+    """Raisers' end of a signal."""
+
+    def __init__(self, barrier, kind: str):
+        self.barrier, self.kind = barrier, kind
+
+    def post(self):
+        """Arrive: all threads of the role now, or the tensor core once its MMAs so far are done."""
+        if self.kind == UMMA:
+            with cute.arch.elect_one():
+                tcgen05.commit(self.barrier)
+        else:
+            primitives.tcgen05_fence("before_thread_sync")
+            cute.arch.mbarrier_arrive(self.barrier)
+
+    def __extract_mlir_values__(self):
+        return []
+
+    def __new_from_mlir_values__(self, values):
+        return self
+
+
+class Wait:
+    """Waiter's end of a signal; begins at phase 0, or with a credit at the phase that is complete from the start."""
+
+    def __init__(self, barrier, phase):
+        # An SSA value from the start, so that the check below sees where it was made.
+        self.barrier, self.phase = barrier, Int32(Int32(phase).ir_value())
+
+    def wait(self):
+        """Wait for the phase and go on to the next."""
+        check_carried(self.phase.ir_value(), "a signal's phase")
+        cute.arch.mbarrier_wait(self.barrier, self.phase)
+        primitives.tcgen05_fence("after_thread_sync")
+        self.phase = self.phase ^ 1
+
+    def __extract_mlir_values__(self):
+        return [self.phase.ir_value()]
+
+    def __new_from_mlir_values__(self, values):
+        return Wait(self.barrier, Int32(values[0]))
+
+
+class TmaUmma(pipeline.PipelineTmaUmma):
+    """The DSL's ring; in 4.8.1 its own ``producer_commit`` does not take what a slot's ``commit`` passes."""
+
+    def producer_commit(self, state, *, loc=None, ip=None):
+        """Nothing: the bytes of the copies complete a slot."""
+
+
+def open_ring(ring: Ring, barriers):
+    """Producer's and consumer's end of a ring."""
+    groups = [pipeline.CooperativeGroup(pipeline.Agent.Thread, n) for n in ring.arrivals]
+    arguments = {
+        "num_stages": ring.stages,
+        "producer_group": groups[0],
+        "consumer_group": groups[1],
+        "barrier_storage": barriers,
+        "defer_sync": True,
+    }
+    if ring.kinds[0] != TMA:
+        return pipeline.PipelineAsync.create(**arguments).make_participants()
+    made = pipeline.PipelineTmaUmma.create(**arguments, tx_count=ring.stage_bytes)
+    fields = {name: getattr(made, name) for name in made.__dataclass_fields__}
+    return TmaUmma(**fields).make_participants()
+
+
+@dataclass(frozen=True)
+class MmaEnds:
+    """Ends of the role ``mma``."""
+
+    q: object
+    kv: object
+    s0: Raise
+    s1: Raise
+    o0: Raise
+    o1: Raise
+    p0: Wait
+    p1: Wait
+    t0: Wait
+    t1: Wait
+
+
+@dataclass(frozen=True)
+class SoftmaxEnds:
+    """Ends of one warpgroup of the role ``softmax``."""
+
+    s: Wait
+    p: Raise
+    t: Raise
+    m: Raise
+    l: Raise
+    f: Wait
+
+
+@dataclass(frozen=True)
+class CorrectionEnds:
+    """Ends of the role ``correction``."""
+
+    o: object
+    m0: Wait
+    m1: Wait
+    o0: Wait
+    o1: Wait
+    p0: Raise
+    p1: Raise
+    l0: Wait
+    l1: Wait
+    f0: Raise
+    f1: Raise

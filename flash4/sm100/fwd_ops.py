@@ -1,0 +1,416 @@
+"""Verbs of the Blackwell forward's schedule, in CuTe: TMA, tcgen05 MMAs, online softmax, O and LSE.
+
+An accumulator of 128 rows is 128 lanes of tensor memory, a column of it one column there. A thread of a warpgroup reaches
+one lane: a row of S is 128 registers of one thread, and no row is reduced over threads.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.blackwell_helpers as blackwell
+from cutlass import BFloat16, Float16, Float32
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+
+from flash4.common import numerics
+from flash4.common.numerics import LN2, RESCALE_THRESHOLD_LOG2
+from flash4.sm100.fwd_config import CHUNK, KEY_STEP, MMA_ROWS, ForwardConfig
+from flash4.sm100.fwd_exp import exp2_on_fma
+
+PIECE = 8  # 16-bit elements that a thread stores to shared memory at a time
+RESCALED = 16  # columns of O that are in registers at a time while it is rescaled
+
+
+def element(config):
+    """16-bit element type of a config."""
+    return BFloat16 if config.bf16 else Float16
+
+
+def make_mma_qk(c: ForwardConfig):
+    """Tiled MMA of S = Q K^T, both from shared memory. Made where it is used: then its descriptor is a literal."""
+    return blackwell.make_trivial_tiled_mma(
+        element(c), element(c), OperandMajorMode.K, OperandMajorMode.K, Float32,
+        tcgen05.CtaGroup.ONE, (MMA_ROWS, c.tile_n),
+    )  # fmt: skip
+
+
+def make_mma_pv(c: ForwardConfig):
+    """Tiled MMA of O += P V, P from tensor memory."""
+    return blackwell.make_trivial_tiled_mma(
+        element(c), element(c), OperandMajorMode.K, OperandMajorMode.MN, Float32,
+        tcgen05.CtaGroup.ONE, (MMA_ROWS, c.tile_dv), tcgen05.OperandSource.TMEM,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A global tensor behind a TMA descriptor: the copy atom and the tensor of its coordinates."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+def tma_load(atom, gX, sX, slot):
+    """Start the bulk copy of one tile into ``slot``; its barrier completes when the bytes have landed."""
+    tXsX, tXgX = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+    )
+    cute.copy(atom, tXgX, tXsX[None, slot.index], tma_bar_ptr=slot.barrier)
+
+
+@dataclass(frozen=True)
+class LoadOps:
+    """Verbs of the ``load`` role."""
+
+    config: cutlass.Constexpr
+    tiles: object
+    q: Operand  # ((heads per KV head, S), D, heads_kv, B)
+    k: Operand  # (S, D, heads_kv, B)
+    v: Operand  # (Dv, S, heads_kv, B)
+    sQ: cute.Tensor  # (128, tile_d, 2)
+    sK: cute.Tensor  # (tile_n, kv_columns, stages)
+    sV: cute.Tensor  # (kv_columns, tile_n, stages), the same memory
+
+    def load_q(self, tile, q_tile, slot):
+        """Fill a slot with one Q tile; rows past the sequence become zero."""
+        c, place = self.config, self.tiles.place(tile)
+        mQ = self.q.tensor[None, None, place.head_kv, place.batch_q]
+        at = ((place.group, tile.m_block * 2 + q_tile), 0)
+        gQ = cute.local_tile(mQ, ((c.pack, MMA_ROWS // c.pack), c.tile_d), at)
+        tma_load(self.q.atom, gQ, self.sQ, slot)
+
+    def load_k(self, tile, n_block, slot):
+        """Fill a slot with block ``n_block`` of K; columns past the head dim become zero."""
+        c, place = self.config, self.tiles.place(tile)
+        mK = self.k.tensor[None, None, place.head_kv, place.batch_k]
+        gK = cute.local_tile(mK, (c.tile_n, c.kv_columns), (n_block, 0))
+        tma_load(self.k.atom, gK, self.sK, slot)
+
+    def load_v(self, tile, n_block, slot):
+        """Fill a slot with block ``n_block`` of V."""
+        c, place = self.config, self.tiles.place(tile)
+        mV = self.v.tensor[None, None, place.head_kv, place.batch_k]
+        gV = cute.local_tile(mV, (c.kv_columns, c.tile_n), (0, n_block))
+        tma_load(self.v.atom, gV, self.sV, slot)
+
+
+def accumulator(mma, columns, pointer):
+    """Accumulator (128, columns) at a pointer to tensor memory."""
+    layout = mma.make_fragment_C(mma.partition_shape_C((MMA_ROWS, columns))).layout
+    return cute.make_tensor(pointer, layout)
+
+
+@dataclass(frozen=True)
+class MmaOps:
+    """Verbs of the ``mma`` role."""
+
+    config: cutlass.Constexpr
+    tmem: cutlass.Constexpr
+    pointer: object  # to tensor memory
+    sQ: cute.Tensor  # (MMA, MMA_M, MMA_D, 2)
+    sK: cute.Tensor  # (MMA, MMA_N, MMA_D, stages)
+    sV: cute.Tensor  # (MMA, MMA_DV, MMA_N, stages)
+    p_layout: object  # of the A operand of P V: (MMA, MMA_M, MMA_N, 1)
+
+    def qk(self, q_tile, q_slot, k_slot):
+        """Issue S = Q K^T; the first k-slice overwrites.
+
+        Q tile i is always in slot i: both are taken once per tile. The zero from the slot's number is opaque, or ptxas
+        keeps the descriptors of all slices of Q in registers around the loop.
+        """
+        c = self.config
+        mma = make_mma_qk(c)
+        tSrQ = mma.make_fragment_A(self.sQ)[None, None, None, q_tile + (k_slot.index >> 8)]
+        tSrK = mma.make_fragment_B(self.sK)[None, None, None, k_slot.index]
+        tStS = accumulator(mma, c.tile_n, self.pointer + self.tmem.s(q_tile))
+        for k in range(cute.size(tSrQ, mode=[2])):
+            mma.set(tcgen05.Field.ACCUMULATE, k != 0)
+            cute.gemm(mma, tStS, tSrQ[None, None, k], tSrK[None, None, k], tStS)
+
+    def pv_head(self, q_tile, v_slot, accumulate):
+        """Issue O (+)= P V for the first columns of P."""
+        self._pv(q_tile, v_slot, range(self.config.head // KEY_STEP), accumulate)
+
+    def pv_tail(self, q_tile, v_slot):
+        """Issue O += P V for the last columns of P."""
+        c = self.config
+        self._pv(q_tile, v_slot, range(c.head // KEY_STEP, c.tile_n // KEY_STEP), True)
+
+    def _pv(self, q_tile, v_slot, slices, accumulate):
+        c = self.config
+        mma = make_mma_pv(c)
+        shaped = mma.make_fragment_A(cute.make_tensor(self.pointer, self.p_layout))
+        p = cute.recast_ptr(self.pointer + self.tmem.p(q_tile), dtype=element(c))
+        tOtP = cute.make_tensor(p, shaped[None, None, None, 0].layout)
+        tOrV = mma.make_fragment_B(self.sV)[None, None, None, v_slot.index]
+        tOtO = accumulator(mma, c.tile_dv, self.pointer + self.tmem.o(q_tile))
+        for k in slices:
+            mma.set(tcgen05.Field.ACCUMULATE, True if k else accumulate)
+            cute.gemm(mma, tOtO, tOtP[None, None, k], tOrV[None, None, k], tOtO)
+
+
+def tmem_load(base, column, columns, thread):
+    """Copy and source of a load of some columns into this thread's registers."""
+    window = tmem_window(base, column, columns)
+    op = tcgen05.Ld32x32bOp(tcgen05.Repetition(columns))
+    copy = tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), window)
+    return copy, copy.get_slice(thread).partition_S(window)
+
+
+def tmem_store(base, column, columns, thread):
+    """Copy and target of a store of some columns from this thread's registers."""
+    window = tmem_window(base, column, columns)
+    op = tcgen05.St32x32bOp(tcgen05.Repetition(columns))
+    copy = tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), window)
+    return copy, copy.get_slice(thread).partition_D(window)
+
+
+def tmem_window(base, column, columns):
+    """Columns of an accumulator as (128, columns)."""
+    layout = cute.composition(base.layout, cute.make_layout((MMA_ROWS, columns)))
+    return cute.make_tensor(base.iterator + column, layout)
+
+
+def registers_at(values, at, columns):
+    """Some registers of a tensor, shaped for a copy to or from tensor memory."""
+    return cute.make_tensor(values.iterator + at, cute.make_layout(((columns, 1), 1, 1)))
+
+
+@dataclass(frozen=True)
+class SoftmaxOps:
+    """Verbs of the ``softmax`` role, for one thread and its row.
+
+    P = exp2(scale_log2 (S - shift)); the shift, a raw score, is the row's maximum when it last moved.
+    """
+
+    config: cutlass.Constexpr
+    tmem: cutlass.Constexpr
+    tiles: object
+    pointer: object  # to tensor memory
+    sStat: cute.Tensor  # (128 rows, 2 values, 2 tiles) float32
+    mLSE: cute.Tensor  # (B, H, S)
+    scale_log2: Float32
+    q_tile: object  # 0 or 1, a run-time value: both warpgroups share the code
+    thread: object  # in the warpgroup, and row in the Q tile
+
+    def phases(self, tile):
+        """Blocks with a mask, then those without; see ``ForwardConfig.phases``."""
+        return self.config.phases(tile, self.q_tile, self.tiles)
+
+    def begin(self):
+        """Shift -inf, sum 0."""
+        return -Float32.inf, Float32(0.0)
+
+    def _s(self):
+        return accumulator(
+            make_mma_qk(self.config), self.config.tile_n, self.pointer + self.tmem.s(self.q_tile)
+        )
+
+    def load_s(self, tile, n_block, phase):
+        """S of this row in registers, negated for a negative scale, masked."""
+        c = self.config
+        scores = cute.make_rmem_tensor(cute.make_layout(c.tile_n), Float32)
+        for column in range(0, c.tile_n, CHUNK):
+            copy, tStS = tmem_load(self._s(), column, CHUNK, self.thread)
+            cute.copy(copy, tStS, registers_at(scores, column, CHUNK))
+        cute.arch.fence_view_async_tmem_load()
+        if c.negate:
+            for j in range(c.tile_n):
+                scores[j] = -scores[j]
+        if phase.masked and c.causal:
+            self._mask(tile, n_block, scores)
+        elif phase.masked:
+            self._mask_tail(tile, n_block, scores)
+        return scores
+
+    def _query(self, tile):
+        return self.config.first_query(tile, self.q_tile) + self.thread // self.config.pack
+
+    def _mask(self, tile, n_block, scores):
+        """Set scores past the row's last visible key to -inf."""
+        end = self.tiles.blocks.key_end(self._query(tile), *self.tiles.lengths(tile))
+        visible = end - n_block * self.config.tile_n
+        for j in range(self.config.tile_n):
+            scores[j] = cutlass.select_(visible > j, scores[j], -Float32.inf)
+
+    @cute.jit
+    def _mask_tail(self, tile, n_block, scores: cute.Tensor):
+        """Mask only if the block reaches past the keys."""
+        if (n_block + 1) * self.config.tile_n > self.tiles.lengths(tile)[1]:
+            self._mask(tile, n_block, scores)
+
+    def move_shift(self, scores, shift):
+        """(new shift, factor of O and of the sum); the shift moves only once the maximum outgrew it by 2^8."""
+        row_max = numerics.max_float([scores[j] for j in range(self.config.tile_n)])
+        new = cute.arch.fmax(shift, row_max)
+        # A row without a key yet: -inf - -inf would be NaN; its factor is exp2(-inf - 0) = 0.
+        growth_log2 = (shift - finite(new)) * self.scale_log2
+        keep = growth_log2 >= -RESCALE_THRESHOLD_LOG2
+        factor = cute.math.exp2(growth_log2, fastmath=True)
+        return (
+            cutlass.select_(keep, shift, new),
+            cutlass.select_(keep, Float32(1.0), factor),
+        )
+
+    def put_factor(self, factor):
+        """Tell correction."""
+        self.sStat[self.thread, 0, self.q_tile] = factor
+
+    def exp_head(self, scores, shift):
+        """First columns of P over S; the exponentials replace the scores in registers."""
+        self._exp(scores, shift, 0, self.config.head)
+
+    def exp_tail(self, scores, shift):
+        """Last columns of P, all by the special function unit: the tensor core waits for them."""
+        self._exp(scores, shift, self.config.head, self.config.tile_n)
+
+    def _exp(self, scores, shift, begin, end):
+        c = self.config
+        scale, offset = self.scale_log2, -finite(shift) * self.scale_log2
+        for j in range(begin, end, 2):
+            pair = (scores[j], scores[j + 1])
+            pair = cute.arch.fma_packed_f32x2(pair, (scale, scale), (offset, offset))
+            if j % 16 >= 16 - c.poly and j < c.head:
+                pair = exp2_on_fma(*pair)
+            else:
+                pair = tuple(cute.math.exp2(x, fastmath=True) for x in pair)
+            scores[j], scores[j + 1] = pair
+        p = cute.make_rmem_tensor(cute.make_layout(end - begin), element(c))
+        for j in range(begin, end, CHUNK):
+            part = cute.make_tensor(scores.iterator + j, cute.make_layout(CHUNK))
+            rounded = cute.make_tensor(p.iterator + (j - begin), cute.make_layout(CHUNK))
+            rounded.store(part.load().to(element(c)))
+        words = cute.recast_tensor(p, Float32)
+        for j in range(begin, end, CHUNK):
+            column = self.tmem.p(0) - self.tmem.s(0) + j // 2
+            copy, tStP = tmem_store(self._s(), column, CHUNK // 2, self.thread)
+            cute.copy(copy, registers_at(words, (j - begin) // 2, CHUNK // 2), tStP)
+        cute.arch.fence_view_async_tmem_store()
+
+    def add_sum(self, scores, total, factor):
+        """The sum, shrunk by the factor, plus that of this block's exponentials, in four chains of pairs."""
+        zero = (Float32(0.0), Float32(0.0))
+        chains = [zero] * 4
+        for j in range(0, self.config.tile_n, 2):
+            chains[j // 2 % 4] = cute.arch.add_packed_f32x2(
+                chains[j // 2 % 4], (scores[j], scores[j + 1])
+            )
+        a = cute.arch.add_packed_f32x2(chains[0], chains[1])
+        b = cute.arch.add_packed_f32x2(chains[2], chains[3])
+        a = cute.arch.add_packed_f32x2(a, b)
+        # Block by block: single terms would vanish beside the total of a long row.
+        return total * factor + (a[0] + a[1])
+
+    def put_inverse(self, total):
+        """Tell correction 1 / sum, and 0 of a row without keys."""
+        inverse = cute.arch.rcp_approx(total)
+        self.sStat[self.thread, 1, self.q_tile] = cutlass.select_(
+            total == 0.0, Float32(0.0), inverse
+        )
+
+    @cute.jit
+    def store_lse(self, tile, shift, total):
+        """LSE = ln 2 (scale_log2 shift + log2 sum) to global memory; -inf of a row without keys."""
+        c, tiles, mLSE = self.config, self.tiles, self.mLSE
+        place = tiles.place(tile)
+        heads_per_kv = mLSE.shape[1] // tiles.grid.heads_kv
+        query = self._query(tile)
+        head_in_kv = place.group * c.pack + self.thread % c.pack
+        lse = (shift * self.scale_log2 + cute.math.log2(total, fastmath=True)) * LN2
+        lse = cutlass.select_(total == 0.0, -Float32.inf, lse)
+        if (query < place.stored_q) & (head_in_kv < heads_per_kv):
+            mLSE[place.batch_q, place.head_kv * heads_per_kv + head_in_kv, query] = lse
+
+
+def finite(shift):
+    """The shift, or 0 for -inf."""
+    return cutlass.select_(shift == -Float32.inf, Float32(0.0), shift)
+
+
+@dataclass(frozen=True)
+class CorrectionOps:
+    """Verbs of the ``correction`` role, for one thread and its row."""
+
+    config: cutlass.Constexpr
+    tmem: cutlass.Constexpr
+    pointer: object  # to tensor memory
+    sStat: cute.Tensor  # (128 rows, 2 values, 2 tiles) float32
+    sO: cute.Tensor  # (128, tile_dv, o_slots)
+    thread: object  # in the warpgroup, and row in the Q tile
+
+    def _o(self, q_tile):
+        c = self.config
+        return accumulator(make_mma_pv(c), c.tile_dv, self.pointer + self.tmem.o(q_tile))
+
+    def get_factor(self, q_tile):
+        """Factor of O since the last block."""
+        return self.sStat[self.thread, 0, q_tile]
+
+    def get_inverse(self, q_tile):
+        """1 / row sum; 0 of a row without keys."""
+        return self.sStat[self.thread, 1, q_tile]
+
+    @cute.jit
+    def rescale_o(self, q_tile: cutlass.Constexpr, factor):
+        """O *= factor; for most blocks no row of a warp has moved its shift."""
+        if cute.arch.vote_any_sync(factor != 1.0):
+            for column in cutlass.range_constexpr(0, self.config.tile_dv, RESCALED):
+                load, tOtO = tmem_load(self._o(q_tile), column, RESCALED, self.thread)
+                store, target = tmem_store(self._o(q_tile), column, RESCALED, self.thread)
+                o = cute.make_rmem_tensor(cute.make_layout(((RESCALED, 1), 1, 1)), Float32)
+                cute.copy(load, tOtO, o)
+                cute.arch.fence_view_async_tmem_load()
+                for j in cutlass.range_constexpr(0, RESCALED, 2):
+                    pair = (o[j], o[j + 1])
+                    o[j], o[j + 1] = cute.arch.mul_packed_f32x2(pair, (factor, factor))
+                cute.copy(store, o, target)
+            cute.arch.fence_view_async_tmem_store()
+
+    def finish_o(self, q_tile, slot, inverse):
+        """O over the row sum, in 16 bit, to shared memory. Selected, not multiplied by 0, where there is no key."""
+        c = self.config
+        empty = inverse == 0.0
+        for column in range(0, c.tile_dv, CHUNK):
+            load, tOtO = tmem_load(self._o(q_tile), column, CHUNK, self.thread)
+            o = cute.make_rmem_tensor(cute.make_layout(((CHUNK, 1), 1, 1)), Float32)
+            cute.copy(load, tOtO, o)
+            cute.arch.fence_view_async_tmem_load()
+            for j in range(CHUNK):
+                o[j] = cutlass.select_(empty, Float32(0.0), o[j] * inverse)
+            rounded = cute.make_rmem_tensor(cute.make_layout(CHUNK), element(c))
+            flat = cute.make_tensor(o.iterator, cute.make_layout(CHUNK))
+            rounded.store(flat.load().to(element(c)))
+            row = cute.local_tile(
+                self.sO[None, None, slot.index], (1, CHUNK), (self.thread, column // CHUNK)
+            )
+            for j in range(0, CHUNK, PIECE):
+                piece = cute.make_tensor(rounded.iterator + j, cute.make_layout((1, PIECE)))
+                cute.autovec_copy(piece, cute.local_tile(row, (1, PIECE), (0, j // PIECE)))
+        cute.arch.fence_view_async_shared()
+
+
+@dataclass(frozen=True)
+class StoreOps:
+    """Verbs of the ``store`` role."""
+
+    config: cutlass.Constexpr
+    tiles: object
+    o: Operand  # ((heads per KV head, S), Dv, heads_kv, B)
+    sO: cute.Tensor  # (128, tile_dv, o_slots)
+
+    def store_o(self, tile, q_tile, slot):
+        """Start the store of a slot; rows past the sequence are clipped."""
+        c, place = self.config, self.tiles.place(tile)
+        mO = self.o.tensor[None, None, place.head_kv, place.batch_q]
+        at = ((place.group, tile.m_block * 2 + q_tile), 0)
+        gO = cute.local_tile(mO, ((c.pack, MMA_ROWS // c.pack), c.tile_dv), at)
+        tOsO, tOgO = cpasync.tma_partition(
+            self.o.atom, 0, cute.make_layout(1),
+            cute.group_modes(self.sO, 0, 2), cute.group_modes(gO, 0, 2),
+        )  # fmt: skip
+        cute.copy(self.o.atom, tOsO[None, slot.index], tOgO)
+        cute.arch.cp_async_bulk_commit_group()
+
+    def wait_store(self):
+        """Wait until the stores have read their shared memory."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
