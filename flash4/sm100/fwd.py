@@ -243,7 +243,7 @@ class ForwardSm100:
 
     def _allocate(self, warp):
         """Shared memory, barriers and the ends of rings; all threads meet here."""
-        c, graph, smem = self.config, self.graph, SmemAllocator()
+        graph, smem = self.graph, SmemAllocator()
         sizes = {b.name: b.nbytes for b in graph.buffers}
         base = {name: smem.allocate(n, byte_alignment=SMEM_ALIGN) for name, n in sizes.items()}
         rings = {

@@ -26,7 +26,7 @@ CHUNK = 32  # columns of S that softmax converts and stores at a time
 MAX_HEAD_DIM, MAX_HEAD_DIM_V = 192, 128
 MAX_STAGES = 6
 STAT_BYTES = 2 * Q_TILES * MMA_ROWS * 4  # per row: the factor of O, and the inverse row sum
-REGISTERS = (184, 96, 48)  # softmax, correction, the others
+REGISTERS = (192, 80, 48)  # softmax, correction, the others
 PACKS = (1, 2, 4, 8, 16, 32, 64)
 
 

@@ -18,6 +18,7 @@ from flash4.sm100.fwd_config import CHUNK, KEY_STEP, MMA_ROWS, ForwardConfig
 from flash4.sm100.fwd_exp import exp2_on_fma
 
 PIECE = 8  # 16-bit elements that a thread stores to shared memory at a time
+UNROLLED_DIM = 128  # head dim up to which the slices of Q K^T are unrolled
 RESCALED = 16  # columns of O that are in registers at a time while it is rescaled
 
 
@@ -123,9 +124,23 @@ class MmaOps:
         tSrQ = mma.make_fragment_A(self.sQ)[None, None, None, q_tile + (k_slot.index >> 8)]
         tSrK = mma.make_fragment_B(self.sK)[None, None, None, k_slot.index]
         tStS = accumulator(mma, c.tile_n, self.pointer + self.tmem.s(q_tile))
+        if c.tile_d > UNROLLED_DIM:
+            self._qk_in_groups(tStS, tSrQ, tSrK)
+            return
         for k in range(cute.size(tSrQ, mode=[2])):
             mma.set(tcgen05.Field.ACCUMULATE, k != 0)
             cute.gemm(mma, tStS, tSrQ[None, None, k], tSrK[None, None, k], tStS)
+
+    @cute.jit
+    def _qk_in_groups(self, tStS, tSrQ, tSrK):
+        """A loop over groups of slices: unrolled, ptxas makes all descriptors first and spills them."""
+        slices, groups = tSrQ.shape[2]
+        for group in cutlass.range(groups, unroll=1):
+            mma = make_mma_qk(self.config)
+            for k in cutlass.range_constexpr(slices):
+                mma.set(tcgen05.Field.ACCUMULATE, (group != 0) if k == 0 else True)
+                at = (None, None, (k, group))
+                cute.gemm(mma, tStS, tSrQ[at], tSrK[at], tStS)
 
     def pv_head(self, q_tile, v_slot, accumulate):
         """Issue O (+)= P V for the first columns of P."""
@@ -275,17 +290,18 @@ class SoftmaxOps:
             else:
                 pair = tuple(cute.math.exp2(x, fastmath=True) for x in pair)
             scores[j], scores[j + 1] = pair
-        p = cute.make_rmem_tensor(cute.make_layout(end - begin), element(c))
-        for j in range(begin, end, CHUNK):
-            part = cute.make_tensor(scores.iterator + j, cute.make_layout(CHUNK))
-            rounded = cute.make_tensor(p.iterator + (j - begin), cute.make_layout(CHUNK))
-            rounded.store(part.load().to(element(c)))
-        words = cute.recast_tensor(p, Float32)
-        for j in range(begin, end, CHUNK):
-            column = self.tmem.p(0) - self.tmem.s(0) + j // 2
-            copy, tStP = tmem_store(self._s(), column, CHUNK // 2, self.thread)
-            cute.copy(copy, registers_at(words, (j - begin) // 2, CHUNK // 2), tStP)
+            if j % CHUNK == CHUNK - 2:
+                self._store_p(scores, j - j % CHUNK)
         cute.arch.fence_view_async_tmem_store()
+
+    def _store_p(self, scores, begin):
+        """Round a chunk of exponentials to 16 bit and start its store over S."""
+        p = cute.make_rmem_tensor(cute.make_layout(CHUNK), element(self.config))
+        chunk = cute.make_tensor(scores.iterator + begin, cute.make_layout(CHUNK))
+        p.store(chunk.load().to(element(self.config)))
+        column = self.tmem.p(0) - self.tmem.s(0) + begin // 2
+        copy, tStP = tmem_store(self._s(), column, CHUNK // 2, self.thread)
+        cute.copy(copy, registers_at(cute.recast_tensor(p, Float32), 0, CHUNK // 2), tStP)
 
     def add_sum(self, scores, total, factor):
         """The sum, shrunk by the factor, plus that of this block's exponentials, in four chains of pairs."""
@@ -312,6 +328,7 @@ class SoftmaxOps:
     def store_lse(self, tile, shift, total):
         """LSE = ln 2 (scale_log2 shift + log2 sum) to global memory; -inf of a row without keys."""
         c, tiles, mLSE = self.config, self.tiles, self.mLSE
+        tile = tiles.at(numerics.opaque(tile.index))  # decoded anew: registers are scarce meanwhile
         place = tiles.place(tile)
         heads_per_kv = mLSE.shape[1] // tiles.grid.heads_kv
         query = self._query(tile)
@@ -369,6 +386,8 @@ class CorrectionOps:
     def finish_o(self, q_tile, slot, inverse):
         """O over the row sum, in 16 bit, to shared memory. Selected, not multiplied by 0, where there is no key."""
         c = self.config
+        # Opaque: ptxas would keep the swizzled addresses of all pieces of the row in registers around the loop.
+        thread = numerics.opaque(self.thread)
         empty = inverse == 0.0
         for column in range(0, c.tile_dv, CHUNK):
             load, tOtO = tmem_load(self._o(q_tile), column, CHUNK, self.thread)
@@ -381,7 +400,7 @@ class CorrectionOps:
             flat = cute.make_tensor(o.iterator, cute.make_layout(CHUNK))
             rounded.store(flat.load().to(element(c)))
             row = cute.local_tile(
-                self.sO[None, None, slot.index], (1, CHUNK), (self.thread, column // CHUNK)
+                self.sO[None, None, slot.index], (1, CHUNK), (thread, column // CHUNK)
             )
             for j in range(0, CHUNK, PIECE):
                 piece = cute.make_tensor(rounded.iterator + j, cute.make_layout((1, PIECE)))
