@@ -213,33 +213,35 @@ class ForwardSm100:
     @cute.kernel
     def kernel(self, operands: tuple, run_time: RunTime, grid: Grid, section: Int32, seqlens: tuple):
         """Allocate, open the rings, and send every warp to its role."""
-        c, graph = self.config, self.graph
+        graph, work = self.graph, (grid, section, seqlens)
         thread, _, _ = cute.arch.thread_idx()
-        worker, _, _ = cute.arch.block_idx()
-        workers, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for operand in operands:
                 cpasync.prefetch_descriptor(operand.atom)
         memory = self._allocate(warp)
-        tiles = TileSchedule(c.blocks(), grid, section, worker, workers, *seqlens)
         correction, mma = graph.role("correction"), graph.role("mma")
         load, store = graph.role("load"), graph.role("store")
         if warp >= mma.warps.start:
             cute.arch.setmaxregister_decrease(mma.registers)
             if warp == load.warps.start:
-                self._run_load(memory, tiles, operands)
+                self._run_load(memory, self._tiles(*work), operands)
             if warp == mma.warps.start:
-                self._run_mma(memory, tiles)
+                self._run_mma(memory, self._tiles(*work))
             if warp == store.warps.start:
-                ops = StoreOps(c, tiles, operands[3], memory.sO)
-                self.roles.store(ops, tiles, memory.rings["o"][1])
+                self._run_store(memory, self._tiles(*work), operands[3])
         if warp < correction.warps.start:
             cute.arch.setmaxregister_increase(graph.role("softmax0").registers)
-            self._run_softmax(memory, tiles, run_time, warp // 4, thread % WARPGROUP)
+            self._run_softmax(memory, self._tiles(*work), run_time, warp // 4, thread % WARPGROUP)
         if (warp >= correction.warps.start) & (warp < correction.warps.stop):
             cute.arch.setmaxregister_decrease(correction.registers)
-            self._run_correction(memory, tiles, thread % WARPGROUP)
+            self._run_correction(memory, self._tiles(*work), thread % WARPGROUP)
+
+    def _tiles(self, grid, section, seqlens):
+        """This CTA's tiles. Made for every role, or the CTA's number would lie on the stack meanwhile."""
+        worker, _, _ = cute.arch.block_idx()
+        workers, _, _ = cute.arch.grid_dim()
+        return TileSchedule(self.config.blocks(), grid, section, worker, workers, *seqlens)
 
     def _allocate(self, warp):
         """Shared memory, barriers and the ends of rings; all threads meet here."""
@@ -290,6 +292,10 @@ class ForwardSm100:
         )
         ops = LoadOps(c, tiles, *operands[:3], sQ, sK, sV)
         self.roles.load(ops, tiles, memory.rings["q"][0], memory.rings["kv"][0])
+
+    def _run_store(self, memory, tiles, o):
+        ops = StoreOps(self.config, tiles, o, memory.sO)
+        self.roles.store(ops, tiles, memory.rings["o"][1])
 
     def _run_mma(self, memory, tiles):
         c, layouts = self.config, self._mma_layouts()
