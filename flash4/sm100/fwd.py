@@ -211,7 +211,9 @@ class ForwardSm100:
         )
 
     @cute.kernel
-    def kernel(self, operands: tuple, run_time: RunTime, grid: Grid, section: Int32, seqlens: tuple):
+    def kernel(
+        self, operands: tuple, run_time: RunTime, grid: Grid, section: Int32, seqlens: tuple
+    ):
         """Allocate, open the rings, and send every warp to its role."""
         graph, work = self.graph, (grid, section, seqlens)
         thread, _, _ = cute.arch.thread_idx()

@@ -18,7 +18,9 @@ from flash4.sm100.fwd_graph import (
 SMEM_LIMIT = 232_448  # bytes of shared memory that one CTA can have (227 KiB)
 SMEM_ALIGN = 1_024  # the 128-byte swizzle repeats every 1,024 bytes
 ELEMENT_BYTES = 2
-MMA_ROWS = 128  # rows of one MMA, and of one Q tile: one lane of tensor memory, and one thread, each
+MMA_ROWS = (
+    128  # rows of one MMA, and of one Q tile: one lane of tensor memory, and one thread, each
+)
 Q_TILES = 2  # worked on in turns: one's softmax runs beside the other's products
 COLUMN_STEP = 64  # columns of a 16-bit row that the 128-byte swizzle covers
 KEY_STEP = 16  # keys that one MMA of P V contracts
@@ -226,7 +228,9 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
         "negate": problem.negative_scale,
     }
     config, why_memory = spend_memory(fields)
-    share = f"{config.poly} of 16 exponentials on the FMA units: the special function unit is the limit"
+    share = (
+        f"{config.poly} of 16 exponentials on the FMA units: the special function unit is the limit"
+    )
     return config, (why_memory, share, why_pack)
 
 
@@ -241,7 +245,10 @@ def spend_memory(fields: dict) -> tuple[ForwardConfig, str]:
         for stages in range(MAX_STAGES, least - 1, -1):
             config = ForwardConfig(**fields, o_slots=o_slots, stages=stages)
             if config.fits:
-                return config, f"{stages} slots of K and V, {o_slots} of O: what shared memory holds"
+                return (
+                    config,
+                    f"{stages} slots of K and V, {o_slots} of O: what shared memory holds",
+                )
     raise ValueError(f"two blocks of K and V do not fit beside Q and O: {fields}")
 
 

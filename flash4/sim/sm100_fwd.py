@@ -1,0 +1,466 @@
+"""The Blackwell forward on a CPU: its own roles and tile schedule, with verbs in NumPy.
+
+Arithmetic is float32, rounded to 16 bit where the kernel rounds; S, P and O lie in a tensor memory that keeps bits, at the
+columns of the graph. A warpgroup is one task.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+
+from flash4.common.dsl import plain
+from flash4.common.geometry import ceil_div
+from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
+from flash4.common.tiles import Grid, TileSchedule
+from flash4.problem import CallOptions, positive_scale
+from flash4.sim.limits import WarpRole, check_graph, check_registers, check_tmem
+from flash4.sim.machine import Machine, join
+from flash4.sim.memory import Region, Space
+from flash4.sim.signals import Edges, Signal, SignalSpec, TmaRing, TmaRingSpec
+from flash4.sim.sm90_fwd import matmul, round_to_16_bit
+from flash4.sim.tmem import TensorCore, Tmem, TmemPort
+from flash4.sm100.fwd_config import CHUNK, ELEMENT_BYTES, MMA_ROWS, SMEM_LIMIT, ForwardConfig
+from flash4.sm100.fwd_exp import CUBIC, LOWEST
+from flash4.sm100.fwd_graph import THREADS, TMEM_COLUMNS, UMMA
+from flash4.sm100.fwd_roles import ForwardRoles
+
+LAUNCH_REGISTERS = 128  # per thread: 65,536 over 512
+STAT_ROW = MMA_ROWS * 4  # bytes of one number for every row of a Q tile
+
+
+def pack_16_bit(x: np.ndarray, bf16: bool) -> np.ndarray:
+    """Pairs of float32 that hold 16-bit values, as the float32 words of half as many columns."""
+    halves = (x.view(np.uint32) >> 16).astype(np.uint16) if bf16 else x.astype(np.float16)
+    return np.ascontiguousarray(halves).view(np.float32)
+
+
+def unpack_16_bit(words: np.ndarray, bf16: bool) -> np.ndarray:
+    """The inverse of ``pack_16_bit``."""
+    words = np.ascontiguousarray(words)
+    if not bf16:
+        return words.view(np.float16).astype(np.float32)
+    return (words.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def exp2_on_fma(x: np.ndarray) -> np.ndarray:
+    """What the kernel's polynomial gives, in float32."""
+    x = np.fmax(x, np.float32(LOWEST))  # of a NaN the number, like the hardware
+    whole = np.floor(x)
+    y = np.full_like(x, CUBIC[0])
+    for c in CUBIC[1:]:
+        y = y * (x - whole) + np.float32(c)
+    return ((whole.astype(np.int32) << 23) + y.view(np.int32)).view(np.float32)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the kernel: tensors as in ``simulate_forward``, and what is derived from them."""
+
+    config: ForwardConfig
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    out: np.ndarray
+    lse: np.ndarray
+    scale_log2: np.float32
+    tiles: TileSchedule
+
+    def places(self, tile, q_tile: int):
+        """(queries, heads, whether they exist) of the rows of a Q tile."""
+        pack, ratio = self.config.pack, self.q.shape[2] // self.k.shape[2]
+        query, head = np.divmod(np.arange(MMA_ROWS), pack)
+        query += self.config.first_query(tile, q_tile)
+        head += tile.group * pack
+        exists = (query < self.q.shape[1]) & (head < ratio)
+        return query, tile.head_kv * ratio + head, exists
+
+
+class LoadOps:
+    """Verbs of the ``load`` role."""
+
+    def __init__(self, call: Call):
+        self._call = call
+
+    def load_q(self, tile, q_tile, slot):
+        """Fill a slot with one Q tile."""
+        call = self._call
+        query, head, exists = call.places(tile, q_tile)
+        rows = call.q[tile.batch, query[exists], head[exists]]
+        self._fill(slot, (MMA_ROWS, call.config.tile_d), exists, rows)
+
+    def load_k(self, tile, n_block, slot):
+        """Fill a slot with block ``n_block`` of K."""
+        self._load(self._call.k, tile, n_block, slot)
+
+    def load_v(self, tile, n_block, slot):
+        """Fill a slot with block ``n_block`` of V."""
+        self._load(self._call.v, tile, n_block, slot)
+
+    def _load(self, x, tile, n_block, slot):
+        c = self._call.config
+        rows = x[tile.batch, n_block * c.tile_n : (n_block + 1) * c.tile_n, tile.head_kv]
+        self._fill(slot, (c.tile_n, c.kv_columns), slice(len(rows)), rows)
+
+    def _fill(self, slot, shape, where, rows):
+        block = np.zeros(shape, np.float32)  # TMA fills with zeros
+        block[where, : rows.shape[1]] = rows
+        slot.fill(block, block.size * ELEMENT_BYTES)
+
+
+class Columns:
+    """The graph's map of tensor memory."""
+
+    def __init__(self, tmem: Tmem, config: ForwardConfig):
+        self._tmem, self._map, self._config = tmem, config.graph.tmem, config
+
+    def s(self, q_tile: int, column: int = 0, columns: int | None = None):
+        """Some columns of S; all by default."""
+        columns = self._config.tile_n if columns is None else columns
+        return self._tmem.tile(f"S{q_tile}", self._map.s(q_tile) + column, columns)
+
+    def p(self, q_tile: int, column: int, columns: int):
+        """Some columns of P, two of them in each of tensor memory."""
+        return self._tmem.tile(f"P{q_tile}", self._map.p(q_tile) + column // 2, columns // 2)
+
+    def o(self, q_tile: int):
+        """O."""
+        return self._tmem.tile(f"O{q_tile}", self._map.o(q_tile), self._config.tile_dv)
+
+
+class MmaOps:
+    """Verbs of the ``mma`` role; Q tile i is always in slot i."""
+
+    def __init__(self, config: ForwardConfig, core: TensorCore, columns: Columns, q_slots):
+        self._config, self._core, self._columns, self._q = config, core, columns, q_slots
+
+    def qk(self, q_tile, q_slot, k_slot):
+        """Issue S = Q K^T."""
+        width = self._config.tile_d
+
+        def product(q, k):
+            return matmul(q, k[:, :width].T)
+
+        operands = (self._q[q_tile], k_slot.region)
+        self._core.issue(self._columns.s(q_tile), product, operands, False, f"S{q_tile} = Q K^T")
+
+    def pv_head(self, q_tile, v_slot, accumulate):
+        """Issue O (+)= P V for the first columns of P."""
+        self._pv(q_tile, v_slot, 0, self._config.head, accumulate)
+
+    def pv_tail(self, q_tile, v_slot):
+        """Issue O += P V for the last columns of P."""
+        self._pv(q_tile, v_slot, self._config.head, self._config.tile_n, True)
+
+    def _pv(self, q_tile, v_slot, begin, end, accumulate):
+        c = self._config
+
+        def product(p, v):
+            return matmul(unpack_16_bit(p, c.bf16), v[begin:end, : c.tile_dv])
+
+        operands = (self._columns.p(q_tile, begin, end - begin), v_slot.region)
+        self._core.issue(
+            self._columns.o(q_tile), product, operands, accumulate, f"O{q_tile} += P V"
+        )
+
+
+class SoftmaxOps:
+    """Verbs of the ``softmax`` role, for one Q tile."""
+
+    def __init__(self, call: Call, q_tile: int, columns: Columns, port: TmemPort, stats):
+        self._call, self._config, self._q_tile = call, call.config, q_tile
+        self._columns, self._port, (self._factor, self._inverse) = columns, port, stats
+        c, j = call.config, np.arange(call.config.tile_n)
+        self._on_fma = (j % 16 >= 16 - c.poly) & (j < c.head)
+
+    def phases(self, tile):
+        """Blocks with a mask, then those without."""
+        return self._config.phases(tile, self._q_tile, self._call.tiles)
+
+    def begin(self):
+        """Shift -inf, sum 0."""
+        return np.full(MMA_ROWS, -np.inf, np.float32), np.zeros(MMA_ROWS, np.float32)
+
+    def load_s(self, tile, n_block, phase):
+        """S in registers, negated for a negative scale, masked."""
+        c, call = self._config, self._call
+        parts = [
+            self._port.load(self._columns.s(self._q_tile, column, CHUNK))
+            for column in range(0, c.tile_n, CHUNK)
+        ]
+        self._port.wait_ld()
+        s = np.concatenate([part.values for part in parts], 1)
+        s = -s if c.negate else s
+        if phase.masked:
+            query, blocks = call.places(tile, self._q_tile)[0], call.tiles.blocks
+            ends = [blocks.key_end(int(x), *call.tiles.lengths(tile)) for x in query]
+            keys = n_block * c.tile_n + np.arange(c.tile_n)
+            s[keys >= np.array(ends)[:, None]] = -np.inf
+        return s
+
+    def move_shift(self, scores, shift):
+        """(new shift, factor of O and of the sum)."""
+        new = np.fmax(shift, np.fmax.reduce(scores, 1))
+        growth = (shift - self._finite(new)) * self._call.scale_log2
+        keep = growth >= -RESCALE_THRESHOLD_LOG2
+        factor = np.where(keep, 1, np.exp2(growth)).astype(np.float32)
+        return np.where(keep, shift, new), factor
+
+    @staticmethod
+    def _finite(shift):
+        return np.where(shift == -np.inf, np.float32(0), shift)
+
+    def put_factor(self, factor):
+        """Tell correction."""
+        self._factor.write(factor)
+
+    def exp_head(self, scores, shift):
+        """First columns of P over S."""
+        self._exp(scores, shift, 0, self._config.head)
+
+    def exp_tail(self, scores, shift):
+        """Last columns of P over S."""
+        self._exp(scores, shift, self._config.head, self._config.tile_n)
+
+    def _exp(self, scores, shift, begin, end):
+        scale, part = self._call.scale_log2, slice(begin, end)
+        x = scores[:, part] * scale - self._finite(shift)[:, None] * scale
+        x = np.where(self._on_fma[part], exp2_on_fma(x), np.exp2(x))
+        scores[:, part] = x
+        p = pack_16_bit(round_to_16_bit(x, self._config.bf16), self._config.bf16)
+        for column in range(0, end - begin, CHUNK):
+            words = p[:, column // 2 : (column + CHUNK) // 2]
+            self._port.store(self._columns.p(self._q_tile, begin + column, CHUNK), words)
+        self._port.wait_st()
+
+    def add_sum(self, scores, total, factor):
+        """The sum, shrunk by the factor, plus that of this block."""
+        return total * factor + scores.sum(1)
+
+    def put_inverse(self, total):
+        """Tell correction 1 / sum, and 0 of a row without keys."""
+        self._inverse.write(np.where(total == 0, np.float32(0), 1 / total))
+
+    def store_lse(self, tile, shift, total):
+        """LSE to global memory."""
+        query, head, exists = self._call.places(tile, self._q_tile)
+        lse = (shift * self._call.scale_log2 + np.log2(total)) * np.float32(LN2)
+        lse = np.where(total == 0, -np.inf, lse)
+        self._call.lse[tile.batch, head[exists], query[exists]] = lse[exists]
+
+
+class CorrectionOps:
+    """Verbs of the ``correction`` role."""
+
+    def __init__(self, machine: Machine, config: ForwardConfig, columns: Columns, port, stats):
+        self._machine, self._config = machine, config
+        self._columns, self._port, self._stats = columns, port, stats
+
+    def get_factor(self, q_tile):
+        """Factor of O since the last block."""
+        return self._stats[q_tile][0].read()
+
+    def get_inverse(self, q_tile):
+        """1 / row sum; 0 of a row without keys."""
+        return self._stats[q_tile][1].read()
+
+    def rescale_o(self, q_tile, factor):
+        """O *= factor; always here, so that a race does not depend on the numbers."""
+        o = self._port.load(self._columns.o(q_tile))
+        self._port.wait_ld()
+        self._port.store(self._columns.o(q_tile), o.values * factor[:, None])
+        self._port.wait_st()
+
+    def finish_o(self, q_tile, slot, inverse):
+        """O over the row sum, in 16 bit, to shared memory."""
+        o = self._port.load(self._columns.o(q_tile))
+        self._port.wait_ld()
+        o = np.where(inverse[:, None] == 0, 0, o.values * inverse[:, None])
+        slot.region.write(round_to_16_bit(o, self._config.bf16))
+        self._machine.fence()
+
+
+class StoreOps:
+    """Verbs of the ``store`` role."""
+
+    def __init__(self, machine: Machine, call: Call):
+        self._call, self._lane = call, machine.lane("stores of O", ordered=True)
+
+    def store_o(self, tile, q_tile, slot):
+        """Start the store of a slot."""
+        call, source = self._call, slot.region
+        query, head, exists = call.places(tile, q_tile)
+
+        def land():
+            columns = call.out.shape[3]
+            call.out[tile.batch, query[exists], head[exists]] = source.peek()[exists, :columns]
+
+        self._lane.issue(f"the store of O{q_tile}", land, reads=[source])
+
+    def wait_store(self):
+        """Wait until the stores have read their shared memory."""
+        self._lane.join(self._lane.issued)
+
+
+@dataclass(frozen=True)
+class Variation:
+    """What is run instead of the kernel as it is.
+
+    Attributes:
+        roles: class with the role functions.
+        strict: stop at the first hazard.
+        covers: name of a signal -> another ``covered_by``.
+    """
+
+    roles: type = ForwardRoles
+    strict: bool = True
+    covers: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+def simulate_forward(config, q, k, v, options, workers=1, seed=0, variation=None):
+    """Run the kernel's schedule.
+
+    Args:
+        config: ``ForwardConfig``.
+        q: (B, Sq, H, D) float32 array of 16-bit values.
+        k: (B, Sk, Hkv, D).
+        v: (B, Sk, Hkv, Dv).
+        options: ``CallOptions`` of the call; a number is the softmax scale.
+        workers: CTAs that share the tiles.
+        seed: decides whatever the schedule leaves open, and the heads per section.
+        variation: a ``Variation``; the kernel itself by default.
+
+    Returns:
+        (out, lse), float32; out holds 16-bit values.
+
+    Raises:
+        Hazard: the schedule deadlocks or breaks a rule of the hardware.
+    """
+    out = lse = None
+    for machine, call in forward_machines(config, (q, k, v), options, workers, seed, variation):
+        machine.run()
+        out, lse = call.out, call.lse
+    return out, lse
+
+
+def forward_machines(config, tensors, options, workers, seed, variation=None):
+    """Yield the machine and the call of every CTA, ready to run; arguments as of ``simulate_forward``."""
+    (q, k, v), variation = tensors, variation or Variation()
+    options = options if isinstance(options, CallOptions) else CallOptions(options)
+    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, head_dim_v) = q.shape, v.shape
+    groups = ceil_div(heads // heads_kv, config.pack)
+    grid = Grid(ceil_div(seqlen_q, config.tile_q), groups, heads_kv, batch)
+    workers, section = min(workers, grid.total), 1 + seed % grid.head_count
+    out = np.full((batch, seqlen_q, heads, head_dim_v), np.nan, np.float32)
+    lse = np.full((batch, heads, seqlen_q), np.nan, np.float32)
+    q, scale = positive_scale(q, options.softmax_scale)
+    check_limits(config)
+    for worker in range(workers):
+        tiles = TileSchedule(config.blocks(), grid, section, worker, workers, seqlen_q, seqlen_k)
+        call = Call(config, q, k, v, out, lse, np.float32(scale * LOG2E), tiles)
+        machine = Machine(seed + worker, variation.strict)
+        Cta(machine, call, variation).spawn()
+        yield machine, call
+
+
+def check_limits(config: ForwardConfig):
+    """Check registers, shared and tensor memory of a config's graph.
+
+    Raises:
+        Hazard: a limit is exceeded.
+    """
+    graph = config.graph
+    check_graph(graph, SMEM_LIMIT)
+    roles = [WarpRole(role.name, role.warps, role.registers) for role in graph.roles]
+    check_registers(roles, LAUNCH_REGISTERS)
+    check_tmem(graph.tmem.ranges(), graph.tmem.aliases)
+
+
+class Cta:
+    """Memory, edges and roles of one CTA, by the config's graph."""
+
+    def __init__(self, machine: Machine, call: Call, variation: Variation):
+        self.machine, self.call, self.variation = machine, call, variation
+        self.graph, self.edges, self.core = call.config.graph, Edges(machine), TensorCore(machine)
+        self.tmem, self.memory = Tmem(machine), Space(machine)
+        covers = dict(variation.covers)
+        self.signals = {
+            s.name: Signal(
+                self.edges,
+                SignalSpec(s.name, len(s.raisers), covers.get(s.name, s.covered_by), s.credit),
+            )
+            for s in self.graph.signals
+        }
+        self.rings = {ring.name: self._ring(ring) for ring in self.graph.rings}
+
+    def _ring(self, spec):
+        c, base = self.call.config, self.graph.addresses()[spec.name]
+        shapes = {
+            "q": (MMA_ROWS, c.tile_d),
+            "kv": (c.tile_n, c.kv_columns),
+            "o": (MMA_ROWS, c.tile_dv),
+        }
+        starts = [base + i * spec.stage_bytes for i in range(spec.stages)]
+        regions = [
+            Region(self.memory, f"{spec.name}[{i}]", lo, lo + spec.stage_bytes, shapes[spec.name])
+            for i, lo in enumerate(starts)
+        ]
+        nbytes = 0 if spec.kinds[0] == THREADS else spec.stage_bytes
+        return TmaRing(self.edges, TmaRingSpec(spec.name, spec.stages, nbytes), [regions])
+
+    def _stats(self):
+        """For each Q tile the region of its factors and that of its inverse sums."""
+        base = self.graph.addresses()["stat"]
+
+        def region(name, i, at):
+            return Region(self.memory, f"{name}{i}", at, at + STAT_ROW, (MMA_ROWS,))
+
+        starts = [base + i * STAT_ROW for i in range(4)]
+        return [
+            (region("factor", i, starts[2 * i]), region("inverse", i, starts[2 * i + 1]))
+            for i in (0, 1)
+        ]
+
+    def _ends(self, waits=(), raises=(), **others):
+        """Ends of signals by their names, and others."""
+        ends = SimpleNamespace(**others)
+        for name in (*waits, *raises):
+            spec = next(s for s in self.graph.signals if s.name == name)
+            core = self.core if name in raises and spec.kind == UMMA else None
+            setattr(ends, name, self.signals[name].end(core=core))
+        return ends
+
+    def spawn(self):
+        """Add the roles' tasks; tensor memory is there from the start, and correction frees it."""
+        machine, call, config = self.machine, self.call, self.call.config
+        roles, schedule, tiles = self.variation.roles, self.variation.roles(), self.call.tiles
+        columns, stats = Columns(self.tmem, config), self._stats()
+        held = self.tmem.allocate(TMEM_COLUMNS)
+        q, kv, o = (self.rings[name] for name in ("q", "kv", "o"))
+
+        def start(name, role, *arguments):
+            machine.spawn(name, plain(role), schedule, *arguments)
+
+        start("load", roles.load, LoadOps(call), tiles, q.producer(), kv.producer())
+        consumers = {"q": q.consumer(core=self.core), "kv": kv.consumer(core=self.core)}
+        ends = self._ends(("p0", "p1", "t0", "t1"), ("s0", "s1", "o0", "o1"), **consumers)
+        start("mma", roles.mma, MmaOps(config, self.core, columns, q.regions[0]), tiles, ends)
+        for i in (0, 1):
+            port = TmemPort(self.tmem, f"softmax{i}", range(4))
+            ends = self._ends([f"{x}{i}" for x in "sf"], [f"{x}{i}" for x in "ptml"])
+            ends = SimpleNamespace(**{name[0]: end for name, end in vars(ends).items()})
+            ops = SoftmaxOps(call, i, columns, port, stats[i])
+            start(f"softmax{i}", roles.softmax, ops, tiles, ends)
+        waits, raises = ([f"{x}{i}" for x in names for i in (0, 1)] for names in ("mol", "pf"))
+        ends = self._ends(waits, raises, o=o.producer())
+        port = TmemPort(self.tmem, "correction", range(4))
+        ops = CorrectionOps(machine, config, columns, port, stats)
+        start("correction", roles.correction, ops, tiles, ends)
+        start("store", roles.store, StoreOps(machine, call), tiles, o.consumer())
+        correction = next(task for task in machine.tasks if task.name == "correction")
+        machine.at_exit.insert(0, lambda: self._free(correction, held))
+
+    def _free(self, correction, held):
+        """Free tensor memory knowing only what correction knows at its end."""
+        join(self.machine.host.clock, correction.clock)
+        self.tmem.free(held)
