@@ -14,12 +14,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flash4.sim import sm100_fwd
 from flash4.sim.machine import Hazard
 from flash4.sim.sm90_fwd import Variation, round_to_16_bit, simulate_forward
 from flash4.sm90 import fwd_roles
 from flash4.sm90.fwd_config import ForwardConfig
+from flash4.sm100 import fwd_roles as fwd_roles_sm100
+from flash4.sm100.fwd_config import ForwardConfig as ForwardConfigSm100
 
-DROPPED = {"commit", "release", "open", "wait", "pass_on", "wait_mma", "wait_store"}
+DROPPED = {
+    *("commit", "release", "open", "wait", "pass_on", "wait_mma", "wait_store"),
+    *("post", "tail"),  # of signals and rings on Blackwell
+}
 UNWAITED = {
     "acquire_and_advance",
     "wait_and_advance",
@@ -38,7 +44,7 @@ class BorrowingConfig(ForwardConfig):
 class Problem:
     """What mutants run on."""
 
-    config: ForwardConfig
+    config: object
     seqlen_q: int
     seqlen_k: int
     heads: int = 1
@@ -72,6 +78,14 @@ PROBLEMS = (
     ),
     Problem(ForwardConfig(True, 16, 16, 64, 16, False), 200, 30),
     Problem(ForwardConfig(True, 16, 16, 128, 16, True), 300, 300, 2, 2),
+)
+
+# Rings that wrap within a tile and over tiles, tiles of one block and of several, one and two slots of O.
+SM100_SMALL = {"bf16": True, "tile_d": 64, "tile_dv": 64, "tile_n": 64, "head": 32}
+SM100_PROBLEMS = (
+    Problem(ForwardConfigSm100(**SM100_SMALL, causal=True, stages=3, o_slots=1), 500, 250),
+    Problem(ForwardConfigSm100(**SM100_SMALL, causal=False, stages=2), 700, 60),
+    Problem(ForwardConfigSm100(**SM100_SMALL, causal=False, stages=6), 700, 130),
 )
 
 
@@ -177,8 +191,10 @@ def edits(statements: list[ast.stmt]) -> Iterator[tuple[int, str, bool, Callable
                 yield i, name, bool(verbs & SYNCHRONISES), swap
 
 
-def mutants_of_source(source: str, path: str, class_name: str) -> Iterator[Mutant]:
-    """All mutants of a module of roles."""
+def mutants_of_source(
+    source: str, path: str, class_name: str, vary: Callable = Variation
+) -> Iterator[Mutant]:
+    """All mutants of a module of roles; ``vary`` makes a variation of the kernel's simulation of a class."""
     seen = {}
 
     def build(number, index, edit):
@@ -188,7 +204,7 @@ def mutants_of_source(source: str, path: str, class_name: str) -> Iterator[Mutan
             edit(statements, index)
             namespace = {"__name__": "mutant"}
             exec(compile(tree, path, "exec"), namespace)  # with the file's lines, for stories
-            return Variation(namespace[class_name])
+            return vary(namespace[class_name])
 
         return variation
 
@@ -219,17 +235,23 @@ def sm90_fwd_mutants() -> list[Mutant]:
     return found
 
 
+def sm100_fwd_mutants() -> list[Mutant]:
+    """All mutants of the Blackwell forward's source."""
+    source, path = inspect.getsource(fwd_roles_sm100), fwd_roles_sm100.__file__
+    return list(mutants_of_source(source, path, "ForwardRoles", sm100_fwd.Variation))
+
+
 class Jury:
     """Runs variations on the problems and compares with what the kernel itself gives."""
 
-    def __init__(self, problems=PROBLEMS, seeds: int = SEEDS):
-        self._seeds = seeds
+    def __init__(self, problems=PROBLEMS, seeds: int = SEEDS, simulate=simulate_forward):
+        self._seeds, self._simulate = seeds, simulate
         self._problems = [(problem, problem.tensors()) for problem in problems]
         self._expected = [self._run(*case, 0, None) for case in self._problems]
 
     def _run(self, problem, tensors, seed, variation):
         scale = problem.config.tile_d**-0.5
-        return simulate_forward(problem.config, *tensors, scale, problem.workers, seed, variation)
+        return self._simulate(problem.config, *tensors, scale, problem.workers, seed, variation)
 
     def verdict(self, mutant: Mutant) -> str | None:
         """How a mutant is reported; None if it is not."""
@@ -247,12 +269,16 @@ class Jury:
         return None
 
 
-KERNELS = {"sm90-fwd": sm90_fwd_mutants}
+KERNELS = {"sm90-fwd": sm90_fwd_mutants, "sm100-fwd": sm100_fwd_mutants}
+JURIES = {
+    "sm90-fwd": Jury,
+    "sm100-fwd": lambda: Jury(SM100_PROBLEMS, simulate=sm100_fwd.simulate_forward),
+}
 
 
 def command(kernel: str, harmless: dict[str, str], sample: int | None, seed: int) -> int:
     """Judge a kernel's mutants and print the verdicts; returns 1 if one is neither reported nor known as harmless."""
-    mutants, jury, start = KERNELS[kernel](), Jury(), time.perf_counter()
+    mutants, jury, start = KERNELS[kernel](), JURIES[kernel](), time.perf_counter()
     if sample is not None:
         mutants = random.Random(seed).sample(mutants, min(sample, len(mutants)))
     counts = {"reported": 0, "harmless": 0, "NOT REPORTED": 0}

@@ -183,7 +183,7 @@ class ForwardConfig:
         s, p, t, o, m, last, read = (f"{name}{i}" for name in "sptomlf")
         return (
             Signal(s, (mma,), soft, UMMA, (p,)),
-            Signal(p, (soft, correction), mma, THREADS, (s, o)),
+            Signal(p, (soft, correction), mma, THREADS, (s, m)),
             Signal(t, (soft,), mma, THREADS, (s,)),
             Signal(o, (mma,), correction, UMMA, (p,)),
             Signal(m, (soft,), correction, THREADS, (p, s)),

@@ -4,7 +4,7 @@ The same source is compiled for the GPU and run in plain Python by ``flash4.sim`
 schedule and the verbs of ``ops``. See ``docs/dsl-rules.md`` for what may stand here.
 
 Ends of tile i: ``s`` S is there, ``p`` P is there but for its last columns and O is rescaled, ``t`` the last columns of
-P are there, ``o`` P V is done, ``m`` the factor of O is there, ``l`` the inverse row sum is there, ``f`` it was read.
+P are there, ``o`` the tile's last P V is done, ``m`` the factor of O is there, ``l`` the inverse row sum is there, ``f`` it was read.
 """
 
 import cutlass.cute as cute
@@ -65,14 +65,12 @@ class ForwardRoles:
                 ops.pv_head(0, v_slot, i > 1)  # O0 (+)= P0(i+1) V, first columns of P
                 t0_signal.wait()
                 ops.pv_tail(0, v_slot)
-                o0_signal.post()
                 ops.qk(0, q0_slot, k_slot)  # S0(i), over P0: MMAs of one issuer run in order
-                s0_signal.post()
+                s0_signal.post()  # O0 is done as well
                 p1_signal.wait()
                 ops.pv_head(1, v_slot, i > 1)
                 t1_signal.wait()
                 ops.pv_tail(1, v_slot)
-                o1_signal.post()
                 v_slot.release()
                 ops.qk(1, q1_slot, k_slot)
                 s1_signal.post()
@@ -134,13 +132,11 @@ class ForwardRoles:
             p1_signal.post()
             for _ in range(1, tile.n_blocks):
                 m0_signal.wait()
-                factor = ops.get_factor(0)
-                o0_signal.wait()
+                factor = ops.get_factor(0)  # came of S(i), behind which P(i+1) V is done
                 ops.rescale_o(0, factor)
                 p0_signal.post()
                 m1_signal.wait()
                 factor = ops.get_factor(1)
-                o1_signal.wait()
                 ops.rescale_o(1, factor)
                 p1_signal.post()
             l0_signal.wait()
@@ -158,7 +154,6 @@ class ForwardRoles:
             ops.finish_o(1, o_slot, inverse)
             o_slot.commit()
             tile = tiles.next(tile)
-        o_producer.tail()
 
     @cute.jit
     def store(self, ops, tiles, o_consumer):
