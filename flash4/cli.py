@@ -262,6 +262,7 @@ def disassemble(arguments) -> int:
         ("instructions", found.instructions),
         ("HGMMA", found.hgmma),
         ("WARPGROUP.DEPBAR", found.waits),
+        ("UTCHMMA", found.tcgen05),
         ("MUFU.EX2", found.exp2),
         ("LDL", found.spill_loads),
         ("STL", found.spill_stores),

@@ -6,9 +6,14 @@ from flash4.common.geometry import KvBlocks
 from flash4.common.tiles import Grid, TileSchedule, grid_of
 from flash4.problem import AttentionProblem
 from flash4.sm90 import fwd_config as sm90_fwd
+from flash4.sm100 import fwd_config as sm100_fwd
 
 # Every kernel: name, "module:class", architecture, module with can_implement(problem) and choose_config(problem).
-FORWARD_KERNELS = (("sm90-fwd", "flash4.sm90.fwd:ForwardSm90", "sm_90a", sm90_fwd),)
+FORWARD_KERNELS = (
+    ("sm90-fwd", "flash4.sm90.fwd:ForwardSm90", "sm_90a", sm90_fwd),
+    ("sm100-fwd", "flash4.sm100.fwd:ForwardSm100", "sm_100a", sm100_fwd),
+)
+ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a"}  # compute capability -> compile target
 
 L2_SECTION_BYTES = 32 << 20  # K and V of the heads in one section; L2 is 50 MB, on an H200 60
 MIN_SECTION = 3  # fewer heads at a time, and too many workers read the same lines of L2
@@ -78,11 +83,11 @@ def architecture(capability: tuple[int, int]) -> str:
     Raises:
         NotImplementedError: no kernel of flash4 runs there; the message lists where one does.
     """
-    if capability == (9, 0):
-        return "sm_90a"
+    if capability in ARCHITECTURES:
+        return ARCHITECTURES[capability]
     raise NotImplementedError(
         f"flash4 has no kernel for compute capability {capability[0]}.{capability[1]}; "
-        "supported is 9.0 (Hopper: H100, H200, GH200)"
+        "supported is 9.0 (Hopper: H100, H200, GH200) and 10.0 (Blackwell: B100, B200, GB200)"
     )
 
 

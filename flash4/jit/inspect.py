@@ -26,6 +26,7 @@ class Resources:
         hgmma: warpgroup MMAs.
         waits: waits for warpgroup MMAs (WARPGROUP.DEPBAR).
         exp2: hardware exponentials (MUFU.EX2).
+        tcgen05: MMAs into tensor memory (UTCHMMA).
     """
 
     registers: int
@@ -35,6 +36,7 @@ class Resources:
     hgmma: int
     waits: int
     exp2: int
+    tcgen05: int = 0
 
     @property
     def serialised(self) -> bool:
@@ -45,7 +47,8 @@ class Resources:
         return (
             f"{self.registers} registers, {self.spill_loads} LDL, {self.spill_stores} STL, "
             f"{self.instructions} instructions: {self.hgmma} HGMMA, {self.waits} WARPGROUP.DEPBAR, "
-            f"{self.exp2} MUFU.EX2" + (", MMAs serialised" if self.serialised else "")
+            f"{self.tcgen05} UTCHMMA, {self.exp2} MUFU.EX2"
+            + (", MMAs serialised" if self.serialised else "")
         )
 
 
@@ -96,6 +99,7 @@ def count_resources(sass: str) -> Resources:
         hgmma=by_base["HGMMA"],
         waits=sum(name.startswith("WARPGROUP.DEPBAR") for name in instructions),
         exp2=sum(name.startswith("MUFU.EX2") for name in instructions),
+        tcgen05=by_base["UTCHMMA"],
     )
 
 

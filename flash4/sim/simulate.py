@@ -13,14 +13,16 @@ from flash4.common.tiles import grid_of
 from flash4.demo import Check
 from flash4.interface import options_of
 from flash4.sim import draw as pictures
+from flash4.sim import sm90_fwd, sm100_fwd
 from flash4.sim.chips import H200
 from flash4.sim.explore import explore
 from flash4.sim.limits import check_graph
 from flash4.sim.machine import Hazard, Machine, Step
 from flash4.sim.mutants import KERNELS
-from flash4.sim.sm90_fwd import SMEM_LIMIT, Variation, forward_machines
 from flash4.sim.sm90_fwd_clock import time_forward
 
+SIMULATIONS = {"sm90-fwd": sm90_fwd, "sm100-fwd": sm100_fwd}
+TIMED = {"sm90-fwd"}  # those whose time there is a model of
 KINDS = ("wait", "arrive", "issue", "join", "read", "write")
 CELL = 26  # characters of a timeline's column
 SHOWN_CYCLES = 10_000  # of a chart, if nothing else is asked for
@@ -32,12 +34,12 @@ class Study:
 
     Attributes:
         plan: of the call, with the config that is run.
-        variation: roles and what else is changed.
+        variation: of the kernel's simulation: roles and what else is changed.
         changes: in words.
     """
 
     plan: object
-    variation: Variation
+    variation: object
     changes: tuple[str, ...] = ()
 
 
@@ -54,7 +56,8 @@ def study(kernel: str, plan, settings=(), mutant: str | None = None, roles: Path
     Raises:
         ValueError: no such field or value, not one mutant, no roles, or more than an SM has; the message says what.
     """
-    config, variation, changes = plan.config, Variation(), list(settings)
+    simulation, config, changes = SIMULATIONS[kernel], plan.config, list(settings)
+    variation = simulation.Variation()
     for setting in settings:
         config = dataclasses.replace(config, **_parse(config, setting))
     if mutant is not None and roles is not None:
@@ -64,10 +67,10 @@ def study(kernel: str, plan, settings=(), mutant: str | None = None, roles: Path
         variation = chosen.build()
         changes.append(f"{chosen.name} (line {chosen.line})")
     if roles is not None:
-        variation = Variation(_read_roles(roles, variation.roles.__name__))
+        variation = simulation.Variation(_read_roles(roles, variation.roles.__name__))
         changes.append(f"roles of {roles}")
     try:
-        check_graph(config.graph, SMEM_LIMIT)
+        check_graph(config.graph, simulation.SMEM_LIMIT)
     except Hazard as hazard:
         raise ValueError(f"this cannot run: {hazard}") from None
     grid = grid_of(plan.problem, config.tile_q, config.pack)
@@ -124,7 +127,7 @@ def command(arguments, what: Study, shapes, keywords) -> int:
     arrays = [x.float().numpy() for x in tensors]
     start, machines, out = time.perf_counter(), [], None
     try:
-        for machine, call in forward_machines(
+        for machine, call in SIMULATIONS[arguments.kernel].forward_machines(
             config, arrays, options, arguments.ctas, arguments.seed, what.variation
         ):
             machines.append(machine)
@@ -146,7 +149,13 @@ def command(arguments, what: Study, shapes, keywords) -> int:
 
 
 def time_command(arguments, what: Study) -> int:
-    """Run a call under the clock only, and print and draw how long it takes."""
+    """Run a call under the clock only, and print and draw how long it takes.
+
+    Raises:
+        NotImplementedError: there is no model of this kernel's time.
+    """
+    if arguments.kernel not in TIMED:
+        raise NotImplementedError(f"there is no model of the time of {arguments.kernel} yet")
     _say_what(arguments, what)
     _show_time(arguments, what)
     return 0
@@ -159,6 +168,9 @@ def _say_what(arguments, what: Study):
 
 
 def _show_time(arguments, what: Study):
+    if arguments.kernel not in TIMED:
+        print(f"there is no model of the time of {arguments.kernel} yet: no chart and no trace")
+        return
     window = arguments.window_left, arguments.window_right
     timing = time_forward(what.plan, H200, what.variation.roles, window=window)
     print(timing)
@@ -210,9 +222,10 @@ def counts(machines: list[Machine]) -> str:
     """Table of the steps of each role, over all CTAs."""
     tasks = [task.name for task in machines[0].tasks]
     found = Counter((step.actor, step.kind) for machine in machines for step in machine.trace)
-    lines = [f"{'steps':8}" + "".join(f"{kind:>8}" for kind in KINDS)]
+    width = max(8, *(len(task) + 1 for task in tasks))
+    lines = [f"{'steps':{width}}" + "".join(f"{kind:>8}" for kind in KINDS)]
     for task in tasks:
-        lines.append(f"{task:8}" + "".join(f"{found[task, kind]:8}" for kind in KINDS))
+        lines.append(f"{task:{width}}" + "".join(f"{found[task, kind]:8}" for kind in KINDS))
     return "\n".join(lines)
 
 
