@@ -21,7 +21,7 @@ from flash4.sim.signals import Edges, Signal, SignalSpec, TmaRing, TmaRingSpec
 from flash4.sim.sm90_fwd import matmul, round_to_16_bit
 from flash4.sim.tmem import TensorCore, Tmem, TmemPort
 from flash4.sm100.fwd_config import CHUNK, ELEMENT_BYTES, MMA_ROWS, SMEM_LIMIT, ForwardConfig
-from flash4.sm100.fwd_exp import CUBIC, LOWEST
+from flash4.sm100.fwd_exp import LOWEST, QUARTIC
 from flash4.sm100.fwd_graph import THREADS, TMEM_COLUMNS, UMMA
 from flash4.sm100.fwd_roles import ForwardRoles
 
@@ -47,8 +47,8 @@ def exp2_on_fma(x: np.ndarray) -> np.ndarray:
     """What the kernel's polynomial gives, in float32."""
     x = np.fmax(x, np.float32(LOWEST))  # of a NaN the number, like the hardware
     whole = np.floor(x)
-    y = np.full_like(x, CUBIC[0])
-    for c in CUBIC[1:]:
+    y = np.full_like(x, QUARTIC[0])
+    for c in QUARTIC[1:]:
         y = y * (x - whole) + np.float32(c)
     return ((whole.astype(np.int32) << 23) + y.view(np.int32)).view(np.float32)
 
@@ -462,5 +462,8 @@ class Cta:
 
     def _free(self, correction, held):
         """Free tensor memory knowing only what correction knows at its end."""
-        join(self.machine.host.clock, correction.clock)
+        machine = self.machine
+        join(machine.host.clock, correction.clock)
         self.tmem.free(held)
+        # What the host does is before and after all else, and no step of any order.
+        machine.trace = [step for step in machine.trace if step.actor != machine.host.name]
