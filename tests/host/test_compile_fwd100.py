@@ -1,0 +1,295 @@
+"""The Blackwell forward compiles for every kind of config that ships, within limits that are checked in.
+
+Nothing here has run on a GPU. Spills, MMAs, exponentials and waits must be what config and schedule say. Instruction
+counts, of the kernel and of each role's inner loop, are those of one compiler; ``fwd100_limits.json`` holds them, and
+``python -m tests.host.test_compile_fwd100`` writes it anew after a change of the kernel that is meant to change them.
+"""
+
+import json
+import multiprocessing
+import tempfile
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from pathlib import Path
+
+import cutlass.cute as cute
+import pytest
+import torch
+
+from flash4.jit import compile as jit_compile
+from flash4.jit.inspect import count_resources, disassemble
+from flash4.problem import AttentionProblem
+from flash4.sim.machine import Hazard
+from flash4.sim.sm100_fwd import LAUNCH_REGISTERS, check_limits
+from flash4.sm100.fwd import ForwardSm100
+from flash4.sm100.fwd_config import (
+    ELEMENT_BYTES,
+    KEY_STEP,
+    SMEM_LIMIT,
+    ForwardConfig,
+    can_implement,
+    choose_config,
+)
+from flash4.sm100.fwd_ops import UNROLLED_DIM
+from tests.host.sass_loops import loops
+
+LIMITS = Path(__file__).with_name("fwd100_limits.json")
+SLACK = 1.01  # of the instruction counts
+WORKERS = 2
+KERNEL = "flash4.sm100.fwd:ForwardSm100"
+MASKS = {"full": False, "causal": True}
+
+
+def problem(head_dim, head_dim_v, causal=False, bf16=True, ratio=1, negate=False, **facts):
+    dtype = torch.bfloat16 if bf16 else torch.float16
+    sizes = (1, 4096, 4096, ratio, 1, head_dim, head_dim_v)
+    return AttentionProblem(dtype, *sizes, causal, negative_scale=negate, **facts)
+
+
+def config_for(*arguments, **keywords) -> ForwardConfig:
+    """Config that a call gets."""
+    facts = problem(*arguments, **keywords)
+    assert can_implement(facts) is None
+    return choose_config(facts)[0]
+
+
+def shipped() -> dict[str, tuple[ForwardConfig, str]]:
+    """Name -> config and target."""
+    named = {
+        f"{d}/{dv} {mask}": config_for(d, dv, causal)
+        for d, dv in ((64, 64), (128, 128), (192, 128))
+        for mask, causal in MASKS.items()
+    }
+    named["64/128 full"] = config_for(64, 128)
+    named["128/64 causal, fp16"] = config_for(128, 64, True, bf16=False)
+    named["128/128 causal, pack 4, negate"] = config_for(
+        128, 128, True, ratio=4, pack_gqa=True, negate=True
+    )
+    found = {name: (config, "sm_100a") for name, config in named.items()}
+    for name in ("128/128 full", "192/128 causal"):
+        found[f"{name}, sm_103a"] = (named[name], "sm_103a")
+    return found
+
+
+CONFIGS = shipped()
+
+
+def features(sass: str) -> dict[str, int]:
+    """Instructions of the kernel, of the inner loop of each role, and what else is looked at."""
+    found, inner = count_resources(sass), loops(sass)
+
+    def loop(test):
+        return next(x for x in inner if test(x))
+
+    mma = loop(lambda x: x.count("UTCHMMA") >= 16 and x.count("UTCBAR") >= 4)
+    softmax = [x for x in inner if x.count("MUFU.EX2") > 32 and x.count("LDTM") == 4]
+    correction = loop(lambda x: x.count("LDTM") >= 8 and not x.count("MUFU"))
+    masked = [x for x in softmax if x.count("FMNMX", "FMNMX3") and x.count("ISETP") > 64]
+    return {
+        "registers": found.registers,
+        "spills": found.spill_loads + found.spill_stores,
+        "mmas": found.tcgen05,
+        "exp2": found.exp2,
+        "kernel": found.instructions,
+        "mma loop": mma.count(),
+        "mma loop waits": mma.count("SYNCS.PHASECHK"),
+        "softmax loop": softmax[0].count(),
+        "softmax loop waits": softmax[0].count("SYNCS.PHASECHK"),
+        "softmax loop posts": softmax[0].count("SYNCS.ARRIVE"),
+        "masked softmax loop": masked[0].count() if masked else 0,
+        "correction loop": correction.count(),
+        "correction loop waits": correction.count("SYNCS.PHASECHK"),
+    }
+
+
+def compile_one(case: tuple[ForwardConfig, str]) -> dict[str, int]:
+    """Compile a config and count; runs in a worker process. The compiler must have nothing to warn of."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jit_compile.compile_kernel(KERNEL, *case, folder)
+        (cubin,) = Path(folder).glob("*.cubin")
+        return features(disassemble(cubin))
+
+
+def compile_all(cases) -> dict[str, dict[str, int]]:
+    """Counts of configs by name; two processes, because tracing holds the interpreter."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(WORKERS, mp_context=context) as pool:
+        return dict(zip(cases, pool.map(compile_one, cases.values()), strict=True))
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return compile_all(CONFIGS)
+
+
+def mmas(config: ForwardConfig) -> int:
+    """MMAs in the code: of both Q tiles, of the first block, of the loop and of the last one."""
+    qk = config.tile_d // KEY_STEP if config.tile_d <= UNROLLED_DIM else 4
+    return 2 * (2 * qk + 2 * config.tile_n // KEY_STEP)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_resources(name, compiled):
+    config, found = CONFIGS[name][0], compiled[name]
+    assert found["spills"] == 0, found
+    assert found["registers"] == LAUNCH_REGISTERS, found
+    assert found["mmas"] == mmas(config), found
+    on_fma = config.head * config.poly // 16
+    assert found["exp2"] == 2 * (config.tile_n - on_fma + 1), "masked blocks and the others"
+    # K, V, and P of each tile in two parts; S; the factors of both tiles.
+    waits = [found[f"{role} loop waits"] for role in ("mma", "softmax", "correction")]
+    assert waits == [6, 1, 2], found
+    assert found["softmax loop posts"] == 3, "factor, and P in two parts"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_instructions(name, compiled):
+    limits, found = json.loads(LIMITS.read_text("utf-8"))[name], compiled[name]
+    for what, limit in limits.items():
+        if what == "kernel" or what.endswith("loop"):
+            assert found[what] <= limit * SLACK, (
+                f"{what}: {found[what]}, {limit} when last looked at"
+            )
+
+
+def test_the_limits_are_of_these_configs():
+    assert json.loads(LIMITS.read_text("utf-8")).keys() == CONFIGS.keys()
+
+
+SIZES = (8, 64, 72, 128)
+
+
+@pytest.mark.parametrize("causal", MASKS.values(), ids=MASKS)
+def test_every_config_fits(causal):
+    """More than can be compiled here: head dims, by the graph's sums."""
+    for head_dim, head_dim_v, bf16 in product((*SIZES, 136, 192), SIZES, (False, True)):
+        config = config_for(head_dim, head_dim_v, causal, bf16)
+        assert config.tile_d >= head_dim and config.tile_dv >= head_dim_v and config.fits
+        check_limits(config)
+
+
+def test_what_does_not_fit_is_refused():
+    config = ForwardConfig(True, 128, 128, False, stages=4)
+    assert not config.fits and config.graph.smem_bytes > SMEM_LIMIT
+    with pytest.raises(ValueError, match="bytes of shared memory, one CTA has 232448"):
+        ForwardSm100(config)
+    with pytest.raises(Hazard, match="bytes of shared memory"):
+        check_limits(config)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tile_d": 96}, {"tile_dv": 192}, {"tile_n": 96}, {"stages": 1}, {"o_slots": 3},
+        {"poly": 3}, {"head": 128}, {"head": 40}, {"pack": 3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_impossible_configs(fields):
+    with pytest.raises(ValueError):
+        ForwardConfig(**{"bf16": True, "tile_d": 128, "tile_dv": 128, "causal": False, **fields})
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"head_dim": 200}, "head_dim 200 exceeds 192"),
+        ({"head_dim_v": 136}, "head_dim_v 136 exceeds 128"),
+        ({"window_left": True}, "not built yet: windows"),
+        ({"softcap": True, "sink": True}, "not built yet: softcap, learnable_sink"),
+        ({"cu_q": True}, "not built yet: sequences of different lengths"),
+    ],
+)
+def test_what_is_not_built_says_so(facts, reason):
+    assert reason in can_implement(problem(**{"head_dim": 64, "head_dim_v": 64, **facts}))
+
+
+def test_covers_name_signals_and_arrivals_are_the_threads():
+    graph = config_for(128, 128).graph
+    names = {signal.name: signal for signal in graph.signals}
+    assert all(set(signal.covered_by) <= set(names) for signal in graph.signals)
+    assert {s.name: s.arrivals for s in graph.signals if s.name.endswith("0")} == {
+        "s0": 1, "p0": 256, "t0": 128, "o0": 1, "m0": 128, "l0": 128, "f0": 128,
+    }  # fmt: skip
+    half = len(graph.signals) // 2  # softmax finds the other tile's barriers by this distance
+    for first, second in zip(graph.signals[:half], graph.signals[half:], strict=True):
+        assert first.name[:-1] == second.name[:-1] and (first.name[-1], second.name[-1]) == (
+            "0",
+            "1",
+        )
+
+
+LAYOUTS = {}
+
+
+class Layouts:
+    """Notes the layouts of a config while it is traced."""
+
+    def __init__(self, config):
+        self.kernel = ForwardSm100(config)
+
+    @cute.jit
+    def __call__(self):
+        for name, layout in zip("qkvo", self.kernel._tma_layouts()):
+            LAYOUTS[name, "tma"] = note(layout.inner, layout.outer)
+        *operands, _ = self.kernel._mma_layouts()
+        for name, (inner, outer) in zip("qkv", operands):
+            LAYOUTS[name, "mma"] = note(inner, outer)
+
+
+def note(inner, outer):
+    return str(inner), outer.shape, outer.stride
+
+
+def index(shape, stride, at: int) -> int:
+    """Offset of the element of a number, counted with the first mode fastest."""
+    if isinstance(shape, int):
+        return at * stride
+    total = 0
+    for part, step in zip(shape, stride):
+        count = size(part)
+        total += index(part, step, at % count)
+        at //= count
+    return total
+
+
+def size(shape) -> int:
+    if isinstance(shape, int):
+        return shape
+    count = 1
+    for part in shape:
+        count *= size(part)
+    return count
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (64, 128), (128, 64)], ids=str)
+def test_mmas_read_what_tma_wrote(dims):
+    """Element by element, in every slot: the same address, under the same swizzle."""
+    config = config_for(*dims)
+    LAYOUTS.clear()
+    cute.compile(Layouts(config), options="--gpu-arch sm_100a")
+    slots = {"q": 2, "k": config.stages, "v": config.stages}
+    extents = {
+        "q": (128, config.tile_d),
+        "k": (config.tile_n, config.tile_d),
+        "v": (config.tile_dv, config.tile_n),
+    }
+    for name, (rows, depth) in extents.items():
+        (swizzle, shape, stride), (mma_swizzle, mma_shape, mma_stride) = (
+            LAYOUTS[name, kind] for kind in ("tma", "mma")
+        )
+        assert swizzle == mma_swizzle, name
+        for slot, row, k in product(range(slots[name]), range(0, rows, 7), range(depth)):
+            by_tma = sum(index(shape[i], stride[i], x) for i, x in enumerate((row, k, slot)))
+            at = (row + rows * (k % KEY_STEP), 0, k // KEY_STEP, slot)
+            by_mma = sum(index(mma_shape[i], mma_stride[i], x) for i, x in enumerate(at))
+            assert by_tma == by_mma, (name, slot, row, k)
+        assert size(shape) * ELEMENT_BYTES == next(
+            b.nbytes for b in config.graph.buffers if b.name == {"q": "q"}.get(name, "kv")
+        )
+
+
+if __name__ == "__main__":
+    LIMITS.write_text(json.dumps(compile_all(CONFIGS), indent=1) + "\n", "utf-8")
