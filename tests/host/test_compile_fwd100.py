@@ -10,12 +10,15 @@ import multiprocessing
 import tempfile
 import warnings
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 import cutlass.cute as cute
 import pytest
 import torch
+from cutlass import Int32, Int64
+from cutlass.memory import SmemAllocator
 
 from flash4.jit import compile as jit_compile
 from flash4.jit.inspect import count_resources, disassemble
@@ -31,6 +34,7 @@ from flash4.sm100.fwd_config import (
     can_implement,
     choose_config,
 )
+from flash4.sm100.fwd_ends import Wait
 from flash4.sm100.fwd_ops import UNROLLED_DIM
 from tests.host.sass_loops import loops
 
@@ -219,6 +223,48 @@ def test_covers_name_signals_and_arrivals_are_the_threads():
             "0",
             "1",
         )
+
+
+@dataclass(frozen=True)
+class Ends:
+    """A bundle, as roles get them."""
+
+    s: Wait
+
+
+@cute.jit
+def waits_in_a_loop(ends, n: Int32):
+    s_signal = ends.s
+    for _ in range(n):
+        s_signal.wait()
+
+
+@cute.jit
+def waits_through_the_bundle(ends, n: Int32):
+    for _ in range(n):
+        ends.s.wait()
+
+
+class OneWait:
+    """A kernel that waits for a signal in a loop."""
+
+    def __init__(self, role):
+        self.role = role
+
+    @cute.jit
+    def __call__(self, n: Int32):
+        self.kernel(n).launch(grid=(1, 1, 1), block=(32, 1, 1))
+
+    @cute.kernel
+    def kernel(self, n: Int32):
+        self.role(Ends(Wait(SmemAllocator().allocate_array(Int64, 1), 0)), n)
+
+
+def test_a_wait_whose_phase_no_loop_carries_does_not_compile():
+    """It would wait for the first phase for ever; without the check it compiles without a word."""
+    cute.compile(OneWait(waits_in_a_loop), Int32(1), options="--gpu-arch sm_100a")
+    with pytest.raises(TypeError, match="a signal's phase is advanced in a loop that does not"):
+        cute.compile(OneWait(waits_through_the_bundle), Int32(1), options="--gpu-arch sm_100a")
 
 
 LAYOUTS = {}
