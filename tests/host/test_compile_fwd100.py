@@ -7,6 +7,7 @@ counts, of the kernel and of each role's inner loop, are those of one compiler; 
 
 import json
 import multiprocessing
+import re
 import tempfile
 import warnings
 from concurrent.futures import ProcessPoolExecutor
@@ -27,6 +28,7 @@ from flash4.sim.machine import Hazard
 from flash4.sim.sm100_fwd import LAUNCH_REGISTERS, check_limits
 from flash4.sm100.fwd import ForwardSm100
 from flash4.sm100.fwd_config import (
+    COLUMN_STEP,
     ELEMENT_BYTES,
     KEY_STEP,
     SMEM_LIMIT,
@@ -107,13 +109,36 @@ def features(sass: str) -> dict[str, int]:
     }
 
 
+VERSION, SWIZZLE_128 = 1 << 46, 2 << 61  # of a descriptor of shared memory
+BIG = re.compile(r"(?<![\w.])\d{6,}\b")
+
+
+def smem_descriptor(leading: int, stride: int = 1024) -> int:
+    """Descriptor of an operand under the 128-byte swizzle at address 0; distances in bytes, as the PTX ISA has it."""
+    return leading // 16 << 16 | stride // 16 << 32 | VERSION | SWIZZLE_128
+
+
+def instruction_descriptor(config: ForwardConfig, columns: int, transposed: bool) -> int:
+    """Descriptor of an MMA of 128 rows with float32 accumulators; B may be stored with its rows contiguous."""
+    kind = int(config.bf16)
+    return 1 << 4 | kind << 7 | kind << 10 | transposed << 16 | columns // 8 << 17 | 128 // 16 << 24
+
+
+def descriptors(ptx: str) -> set[int]:
+    """Numbers in PTX that can only be descriptors; those of shared memory without the address."""
+    found = {int(text) for text in BIG.findall(ptx)}
+    shared = {x & ~0x3FFF for x in found if x >> 61 == 2 and x >> 46 & 7 == 1}
+    return shared | {x for x in found if x >> 24 == 128 // 16 and x & 0x3F == 1 << 4}
+
+
 def compile_one(case: tuple[ForwardConfig, str]) -> dict[str, int]:
     """Compile a config and count; runs in a worker process. The compiler must have nothing to warn of."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("error")
         jit_compile.compile_kernel(KERNEL, *case, folder)
-        (cubin,) = Path(folder).glob("*.cubin")
-        return features(disassemble(cubin))
+        (cubin,), (ptx,) = (list(Path(folder).glob(f"*.{kind}")) for kind in ("cubin", "ptx"))
+        literals = descriptors(ptx.read_text("utf-8"))
+        return {**features(disassemble(cubin)), "descriptors": literals}
 
 
 def compile_all(cases) -> dict[str, dict[str, int]]:
@@ -146,6 +171,20 @@ def test_resources(name, compiled):
     waits = [found[f"{role} loop waits"] for role in ("mma", "softmax", "correction")]
     assert waits == [6, 1, 2], found
     assert found["softmax loop posts"] == 3, "factor, and P in two parts"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_descriptors(name, compiled):
+    """Those of the tensor core's operands and instructions are what the tiles say."""
+    config = CONFIGS[name][0]
+    k_major = smem_descriptor(leading=16)  # one group of columns: its distance is not used, and 1
+    groups = config.tile_dv > COLUMN_STEP  # V's columns come in groups, each with all keys
+    assert compiled[name]["descriptors"] == {
+        k_major,
+        smem_descriptor(leading=config.tile_n * 128) if groups else k_major,
+        instruction_descriptor(config, config.tile_n, transposed=False),
+        instruction_descriptor(config, config.tile_dv, transposed=True),
+    }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -338,4 +377,9 @@ def test_mmas_read_what_tma_wrote(dims):
 
 
 if __name__ == "__main__":
-    LIMITS.write_text(json.dumps(compile_all(CONFIGS), indent=1) + "\n", "utf-8")
+    COUNTED = ("kernel", "mma loop", "softmax loop", "masked softmax loop", "correction loop")
+    counts = {
+        name: {what: found[what] for what in COUNTED}
+        for name, found in compile_all(CONFIGS).items()
+    }
+    LIMITS.write_text(json.dumps(counts, indent=1) + "\n", "utf-8")
