@@ -72,6 +72,20 @@ def test_features_are_options(capsys):
     assert "hazards: none" in text and text.count(" ok\n") == 1
 
 
+def test_the_blackwell_kernel(capsys, refused):
+    """Explained, described and simulated; nothing predicts its time yet, and features name themselves."""
+    call = ("--batch", "1", "--seqlen", "300", "--heads", "2", "--head-dim", "64", "--causal")
+    assert cli.main(["explain", *call, "--arch", "sm_100a"]) == 0
+    assert "sm100-fwd for sm_100a" in capsys.readouterr().out
+    assert cli.main(["describe", "sm100-fwd", *call]) == 0
+    assert "p0         64..127  over s0" in capsys.readouterr().out
+    assert cli.main(["simulate", "sm100-fwd", *call]) == 0
+    text = capsys.readouterr().out
+    assert "hazards: none" in text and text.count(" ok\n") == 1
+    assert "no model of the time of sm100-fwd" in refused("time", "sm100-fwd", *call)
+    assert "not built yet: softcap" in refused("describe", "sm100-fwd", *call, "--softcap", "5")
+
+
 def test_options_default_to_one_another(capsys):
     assert cli.main(["explain", "--seqlen-q", "300", "--heads", "6", "--head-dim", "64"]) == 0
     assert "queries 300, keys 300, heads 6/6, head dim 64/64" in capsys.readouterr().out
