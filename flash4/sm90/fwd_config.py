@@ -402,6 +402,8 @@ def choose_pack(problem, tile_m: int) -> tuple[int, str]:
         return 1, "one query head per KV head: nothing to pack"
     if problem.pack_gqa is False:
         return 1, "the caller wants heads unpacked"
+    if problem.cu_q and ratio not in PACKS:
+        return 1, "packed queries: the loads know no bound for the heads of a group"
     all_heads = next((p for p in PACKS if p >= ratio), PACKS[-1])
     candidates = (all_heads,) if problem.pack_gqa else (1, all_heads)
 
