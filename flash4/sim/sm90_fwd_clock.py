@@ -234,9 +234,18 @@ def time_forward(
     machine = ClockedMachine(chip, latest)
     _fill_cta(machine, config, replace(schedule, start=busiest(schedule)), roles)
     machine.run()
-    pairs = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
-    flops = 2 * pairs * (problem.head_dim + problem.head_dim_v) / (2 if problem.causal else 1)
+    flops = 2 * visible_pairs(problem, schedule) * (problem.head_dim + problem.head_dim_v)
     return Timing(machine, chip, schedule.step, flops)
+
+
+def visible_pairs(problem, schedule: TileSchedule) -> float:
+    """Query-key pairs that count as work: half of all for causal, as benchmarks have it, and those in a window."""
+    lengths, blocks = (problem.seqlen_q, problem.seqlen_k), schedule.blocks
+    heads = problem.batch * problem.heads_q
+    if blocks.left is None and blocks.right is None:
+        return heads * problem.seqlen_q * problem.seqlen_k / (2 if problem.causal else 1)
+    ends = (blocks.key_end(i, *lengths) - blocks.key_begin(i, *lengths) for i in range(lengths[0]))
+    return heads * sum(max(n, 0) for n in ends)
 
 
 def _fill_cta(machine, config, tiles, roles):
