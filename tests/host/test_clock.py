@@ -293,6 +293,10 @@ def test_chart_and_trace(tmp_path):
     assert {e["ph"] for e in events} == {"M", "X"}
     assert len([e for e in events if e["ph"] == "X"]) == len(timing.machine.spans)
     assert any("fwd_roles.py" in e["args"].get("line", "") for e in events)
+    ends = {}
+    for e in sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"]):
+        assert e["ts"] >= ends.get(e["tid"], 0) - 1e-6, "two at a time on one thread"
+        ends[e["tid"]] = e["ts"] + e["dur"]
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
