@@ -61,7 +61,7 @@ def _add_simulator(add, kernel, problem, small):
         ("--rows", 40, "rows of the timeline"),
     ):
         text += f"; default: {default}"
-        run.add_argument(name, type=int, default=default, metavar="N", help=text)
+        run.add_argument(name, type=_counting, default=default, metavar="N", help=text)
     run.add_argument(
         "--exhaustive", action="store_true", help="walk through every order; for small problems"
     )
@@ -86,7 +86,7 @@ def _study_options() -> argparse.ArgumentParser:
     )
     group.add_argument("--mutant", metavar="NAME", help="change the roles; mutants lists the names")
     group.add_argument("--roles", type=Path, metavar="FILE", help="a changed copy of the roles")
-    group.add_argument("--draw", type=Path, metavar="FILE", help="Gantt chart, .svg or .png")
+    group.add_argument("--draw", type=_picture, metavar="FILE", help="Gantt chart, .svg or .png")
     group.add_argument("--trace", type=Path, metavar="FILE", help="trace for Perfetto, .json")
     group.add_argument(
         "--cycles",
@@ -97,11 +97,25 @@ def _study_options() -> argparse.ArgumentParser:
     return options
 
 
+def _picture(text: str) -> Path:
+    """Parse the name of a picture."""
+    if Path(text).suffix not in (".svg", ".png"):
+        raise argparse.ArgumentTypeError(f"{text}: pictures end in .svg or .png")
+    return Path(text)
+
+
+def _counting(text: str) -> int:
+    """Parse a number that may not be negative."""
+    if (number := int(text)) < 0:
+        raise ValueError
+    return number
+
+
 def _cycles(text: str) -> tuple[float, float]:
     """Parse ``BEGIN:END``; argparse makes an error of a ValueError."""
     begin, end = map(float, text.split(":"))
-    if not 0 <= begin < end:
-        raise ValueError
+    if not 0 <= begin < end < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: write BEGIN:END, two numbers in order")
     return begin, end
 
 
@@ -225,7 +239,12 @@ def _study(arguments):
     _, _, arch, _ = next(k for k in FORWARD_KERNELS if k[0] == arguments.kernel)
     plan = plan_forward(_problem(arguments), arch, H200.sms)
     a = arguments
-    return simulation.study(a.kernel, plan, a.set, a.mutant, a.roles)
+    study = simulation.study(a.kernel, plan, a.set, a.mutant, a.roles)
+    tensors = meta_tensors(a)
+    options = options_of(*tensors, **keywords(a))
+    sides = (options.window_left, options.window_right)
+    window = tuple(None if side < 0 else side for side in sides)
+    return dataclasses.replace(study, window=window)
 
 
 def describe(arguments) -> int:

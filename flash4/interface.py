@@ -108,9 +108,11 @@ def _mods(q, keywords: dict) -> tuple[int, int, list | None]:
     """
     keys = tuple(mods.register(keywords[name]) for name in ("score_mod", "mask_mod"))
     aux = keywords["aux_tensors"]
-    if not aux:
+    if aux is None:
         return *keys, None
     mods.check_aux(aux, q)
+    if not aux:
+        return *keys, None
     if keys == (0, 0):
         raise ValueError("aux_tensors are for score_mod and mask_mod; this call has neither")
     return *keys, list(aux)
@@ -208,16 +210,24 @@ def _check_out(out, q, v):
         )
 
 
-def _check_out_memory(out, q, k, v):
+def _inputs(q, k, v, options: CallOptions) -> dict[str, torch.Tensor]:
+    """Tensors that a call reads and may ask gradients of, by name."""
+    named = {"q": q, "k": k, "v": v, "learnable_sink": options.sink}
+    named["alibi_slopes"] = options.alibi_slopes
+    named |= {f"aux_tensors[{i}]": x for i, x in enumerate(options.aux_tensors or ())}
+    return {name: x for name, x in named.items() if x is not None}
+
+
+def _check_out_memory(out, q, k, v, options: CallOptions):
     """Check where a caller's output buffer lies.
 
     Raises:
-        ValueError: strides that TMA cannot address, or memory of its own elements, q, k or v.
+        ValueError: strides that TMA cannot address, or memory of its own elements or of an input.
     """
     obstacle = ops.layout_obstacle(out)
     if obstacle is None and _overlaps(out.shape, out.stride()):
         obstacle = f"with strides {out.stride()} some of its elements share memory"
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    for name, x in _inputs(q, k, v, options).items():
         if obstacle is None and _share_memory(out, x):
             obstacle = f"it shares memory with {name}"
     if obstacle is not None:
@@ -230,15 +240,15 @@ def _forward_into(out, q, k, v, options: CallOptions):
     Raises:
         ValueError: a gradient is asked for, or the buffer does not fit.
     """
-    inputs = (q, k, v, options.sink, options.alibi_slopes)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+    inputs = _inputs(q, k, v, options).values()
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         raise ValueError("out= is not differentiable; call it under torch.no_grad()")
     _check_out(out, q, v)
     if torch.compiler.is_compiling():  # a graph has no use for the buffer before its end
         result, lse = ops.forward(q, k, v, *options)
         out.copy_(result)
         return lse
-    _check_out_memory(out, q, k, v)
+    _check_out_memory(out, q, k, v, options)
     lse = ops.run_forward(q, k, v, out, options)
     torch.autograd.graph.increment_version(out)
     return lse

@@ -83,6 +83,14 @@ def addressable(x):
     return x if strides is None else x.as_strided(shape, strides)
 
 
+def whole_rows(v):
+    """Return v, or a copy of it whose rows lie apart, and batch entries a whole number of rows from each other."""
+    row = v.stride(1)
+    if row and (v.shape[0] == 1 or v.stride(0) % row == 0):
+        return v
+    return v.clone(memory_format=torch.contiguous_format)
+
+
 def empty_output(q, head_dim_v: int):
     """Output for q: (batch, seqlen_q, heads_q, head_dim_v), or packed, in q's memory order of heads and queries."""
     if q.ndim == 3:
@@ -184,6 +192,8 @@ def run_forward(q, k, v, out, options: CallOptions):
         q, out, lse = q[None], out[None], lse[None]
     if k.ndim == 3:
         k, v = k[None], v[None]
+    if options.cu_seqlens_k is not None or options.seqused_k is not None:
+        v = whole_rows(v)
     tensors = (addressable(q), addressable(k), addressable(v), addressable_out(out), lse)
     tensors += tuple(_optional_tensor(name, options, batch) for name in launch.tensors)
     numbers = _numbers(launch.numbers, options, scale)
@@ -206,6 +216,8 @@ def plan_call(q, k, v, options: CallOptions, arch: str, workers: int) -> Plan:
     problem = AttentionProblem.of_call(q, k, v, options)
     plan = plan_forward(problem, arch, workers)
     copies = [(name, layout_obstacle(x)) for name, x in (("q", q), ("k", k), ("v", v))]
+    if v.ndim == 4 and problem.varlen and whole_rows(v) is not v:
+        copies[2] = ("v", "its batch stride is no multiple of its row stride")
     if options.softmax_scale == 0:
         copies[0] = ("q", "a scale of 0 runs as zeroed queries")
     for name, x in (("learnable_sink", options.sink), ("alibi_slopes", options.alibi_slopes)):

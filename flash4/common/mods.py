@@ -5,11 +5,13 @@ defaults, what it closes over, and the globals that it names, its helpers includ
 numbers is the same kernel, in any process.
 """
 
+import dis
 import functools
 import hashlib
 import types
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 AUX_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
@@ -37,6 +39,9 @@ class SeqlenInfo(NamedTuple):
 
 
 _functions: dict[int, object] = {}
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, np.generic)
+# What these hold is told by the versions that every kernel's file name carries, or never changes.
+_LIBRARIES = {"builtins", "cmath", "cutlass", "flash4", "functools", "math", "numpy", "operator"}
 
 
 def register(mod) -> int:
@@ -76,7 +81,7 @@ def _describe(value, write, within: list):
         return write(b"again;")
     within = [*within, value]
     write(f"{type(value).__qualname__}:".encode())
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype)):
+    if value is None or isinstance(value, _PLAIN):
         write(f"{value!r};".encode())
     elif isinstance(value, (tuple, list)):
         write(f"{len(value)}:".encode())
@@ -89,31 +94,75 @@ def _describe(value, write, within: list):
     elif isinstance(value, types.CodeType):
         parts = (value.co_code, value.co_names, value.co_varnames, value.co_freevars)
         _describe((*parts, value.co_argcount, value.co_flags, value.co_consts), write, within)
+    elif _is_known_by_name(value):
+        write(f"{getattr(value, '__module__', '')}.{_name(value)};".encode())
     elif isinstance(value, types.FunctionType):
-        cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
-        used = {n: value.__globals__[n] for n in _names(value.__code__) if n in value.__globals__}
-        parts = (value.__code__, value.__defaults__, value.__kwdefaults__, cells, used)
+        parts = (value.__code__, value.__defaults__, value.__kwdefaults__, _outside(value))
         _describe(parts, write, within)
     elif isinstance(value, functools.partial):
         _describe((value.func, value.args, value.keywords), write, within)
-    elif isinstance(value, types.ModuleType):
-        write(f"{value.__name__};".encode())
-    elif isinstance(value, (type, types.BuiltinFunctionType)):
-        write(f"{value.__module__}.{value.__qualname__};".encode())
     else:
         raise TypeError(
             f"a mod depends on {value!r} of type {type(value).__name__}; supported are numbers, strings, tuples, "
-            "lists, dicts, functions and modules: tensors go into aux_tensors"
+            "lists, dicts and functions, also as attributes of modules and classes: tensors go into aux_tensors"
         )
 
 
-def _names(code: types.CodeType) -> list[str]:
-    """Names that code and the code within it look up, globals among them."""
-    names = set(code.co_names)
+def _name(value) -> str:
+    return getattr(value, "__qualname__", value.__name__)
+
+
+def _is_known_by_name(value) -> bool:
+    """Whether a module, class or function is the same wherever it has the same name: not one of the user's."""
+    if isinstance(value, types.BuiltinFunctionType):
+        return True
+    if not isinstance(value, (types.ModuleType, type, types.FunctionType)):
+        return False
+    module = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+    return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def _outside(function: types.FunctionType) -> dict[str, object]:
+    """What a function reads from outside itself, by dotted name: globals, closures, and attributes of what they are.
+
+    Raises:
+        TypeError: a variable of a closure has no value yet.
+    """
+    known = dict(function.__globals__)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            known[name] = cell.cell_contents
+        except ValueError:
+            raise TypeError(f"a mod depends on {name}, which has no value yet") from None
+    found = {}
+    for name, *attributes in _reads(function.__code__):
+        if name not in known:
+            continue  # a builtin, or a variable of an inner function
+        value, path = known[name], name
+        while attributes and isinstance(value, (types.ModuleType, type)):
+            if _is_known_by_name(value):
+                break
+            path = f"{path}.{attributes[0]}"
+            value = getattr(value, attributes.pop(0), None)
+        found[path] = value
+    return found
+
+
+def _reads(code: types.CodeType) -> list[tuple[str, ...]]:
+    """(variable, attribute, attribute of that, ...) that code, and the code within it, reads from outside."""
+    found, path = set(), None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and path is not None:
+            path = (*path, instruction.argval)
+            continue
+        if path is not None:
+            found.add(path)
+        outside = instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
+        path = (instruction.argval,) if outside else None
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names.update(_names(constant))
-    return sorted(names)
+            found.update(_reads(constant))
+    return sorted(found)
 
 
 def encode_aux(tensors) -> int:

@@ -133,19 +133,26 @@ def gantt(spans: list[Span], path: Path, begin: float, end: float, title: str):
 
 
 def trace(spans: list[Span], path: Path, mhz: float):
-    """Write a trace in the Chrome format: https://ui.perfetto.dev opens it. One thread per row, times in us."""
-    rows = list(rows_of(spans))
+    """Write a trace in the Chrome format: https://ui.perfetto.dev opens it. Times in us.
+
+    One thread per role, and one per queue of a unit: what is on a thread does not overlap.
+    """
+    threads = {}
+    for row, of_row in rows_of(spans).items():
+        for span in of_row:
+            threads.setdefault(span.row, row if row == span.row else f"{row}: {span.row}")
+    numbers = {row: i for i, row in enumerate(threads)}
     events = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": row}}
-        for i, row in enumerate(rows)
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": numbers[row], "args": {"name": name}}
+        for row, name in threads.items()
     ]
     for span in spans:
         event = {
-            "name": ("wait: " if span.waits else "") + span.label,
+            "name": ("wait: " if span.waits else "") + label_of(span),
             "cat": "wait" if span.waits else "work",
             "ph": "X",
             "pid": 0,
-            "tid": rows.index(row_of(span)),
+            "tid": numbers[span.row],
             "ts": span.begin / mhz,
             "dur": (span.end - span.begin) / mhz,
             "args": {"cycles": round(span.end - span.begin)},

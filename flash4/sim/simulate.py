@@ -11,6 +11,7 @@ import torch
 
 from flash4.common.tiles import grid_of
 from flash4.demo import Check
+from flash4.dispatch import choose_section
 from flash4.interface import options_of
 from flash4.sim import draw as pictures
 from flash4.sim import sm90_fwd, sm100_fwd
@@ -23,6 +24,10 @@ from flash4.sim.sm90_fwd_clock import time_forward
 
 SIMULATIONS = {"sm90-fwd": sm90_fwd, "sm100-fwd": sm100_fwd}
 TIMED = {"sm90-fwd"}  # those whose time there is a model of
+CHANGEABLE = (
+    "tile_m", "tile_n", "stages", "q_stages", "o_parts", "turns", "skip", "settle", "fixed_shift", "pack",
+    "o_slots", "poly", "head",
+)  # fmt: skip
 KINDS = ("wait", "arrive", "issue", "join", "read", "write")
 CELL = 26  # characters of a timeline's column
 SHOWN_CYCLES = 10_000  # of a chart, if nothing else is asked for
@@ -36,11 +41,13 @@ class Study:
         plan: of the call, with the config that is run.
         variation: of the kernel's simulation: roles and what else is changed.
         changes: in words.
+        window: its sides, None without a limit.
     """
 
     plan: object
     variation: object
     changes: tuple[str, ...] = ()
+    window: tuple[int | None, int | None] = (None, None)
 
 
 def study(kernel: str, plan, settings=(), mutant: str | None = None, roles: Path | None = None):
@@ -74,7 +81,8 @@ def study(kernel: str, plan, settings=(), mutant: str | None = None, roles: Path
     except Hazard as hazard:
         raise ValueError(f"this cannot run: {hazard}") from None
     grid = grid_of(plan.problem, config.tile_q, config.pack)
-    plan = dataclasses.replace(plan, config=config, grid=grid)
+    section = choose_section(plan.problem, config, grid, H200.sms)
+    plan = dataclasses.replace(plan, config=config, grid=grid, section=section)
     return Study(plan, variation, tuple(changes))
 
 
@@ -89,17 +97,26 @@ def _find_mutant(kernel: str, name: str):
 
 def _read_roles(path: Path, class_name: str) -> type:
     namespace = {"__name__": path.stem}
-    exec(compile(path.read_text("utf-8"), str(path), "exec"), namespace)
-    if class_name not in namespace:
-        raise ValueError(f"{path} has no class {class_name}")
-    return namespace[class_name]
+    try:
+        exec(compile(path.read_text("utf-8"), str(path), "exec"), namespace)
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+    found = namespace.get(class_name)
+    if not all(hasattr(found, role) for role in ("load", "mma")):
+        raise ValueError(f"{path} has no class {class_name} with roles load and mma")
+    return found
 
 
 def _parse(config, setting: str) -> dict[str, object]:
     name, _, text = setting.partition("=")
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    if name not in fields:
-        raise ValueError(f"the config has no {name!r}; it has {', '.join(fields)}")
+    changeable = [known for known in CHANGEABLE if known in fields]
+    if name not in changeable:
+        raise ValueError(
+            f"{name!r} cannot be set; {', '.join(changeable)} can, the call decides the rest"
+        )
+    if not text:
+        raise ValueError(f"{setting!r} sets nothing; write {name}=VALUE")
     if isinstance(fields[name], bool):
         if text not in ("True", "False"):
             raise ValueError(f"{name} is True or False, not {text!r}")
@@ -116,6 +133,8 @@ def command(arguments, what: Study, shapes, keywords) -> int:
         shapes: q, k and v without memory.
         keywords: of ``flash_attn_func``, tensors without memory.
     """
+    if arguments.ctas < 1:
+        raise ValueError(f"--ctas is {arguments.ctas}; supported is at least 1")
     tensors, config = draw(shapes), what.plan.config
     keywords = {k: draw([v])[0] if isinstance(v, torch.Tensor) else v for k, v in keywords.items()}
     options = options_of(*tensors, **keywords)
@@ -171,10 +190,11 @@ def _show_time(arguments, what: Study):
     if arguments.kernel not in TIMED:
         print(f"there is no model of the time of {arguments.kernel} yet: no chart and no trace")
         return
-    window = arguments.window_left, arguments.window_right
-    timing = time_forward(what.plan, H200, what.variation.roles, window=window)
+    timing = time_forward(what.plan, H200, what.variation.roles, window=what.window)
     print(timing)
     spans = timing.machine.spans
+    if arguments.cycles and arguments.cycles[0] >= timing.cycles:
+        raise ValueError(f"--cycles begins at {arguments.cycles[0]:.0f}, behind the end")
     begin, end = arguments.cycles or (0, min(timing.cycles, SHOWN_CYCLES))
     print(f"\none SM, cycles {begin:.0f} to {end:.0f}\n{pictures.chart(spans, begin, end)}")
     if arguments.draw is not None:

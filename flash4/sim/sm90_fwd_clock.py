@@ -1,6 +1,7 @@
 """How long the Hopper forward takes: its own roles and tile schedule, with verbs that cost time and compute nothing.
 
-Counts are instructions of one warp, as the compiled kernel has them (a test compares); rates are the chip's.
+Counts are instructions of one warp, as the compiled kernel has them (a test compares those of plain calls); rates are
+the chip's. Mods cost nothing here.
 """
 
 from dataclasses import dataclass, replace
@@ -51,7 +52,8 @@ def ops(chip: Chip, label: str, *, fma=0.0, alu=0.0, mufu=0.0, other=(0.0, 0.0),
         "mufu": mufu / chip.mufu,
     }
     use = {unit: amount for unit, amount in use.items() if amount}
-    cycles = max(amount / chip.alone.get(unit, 1.0) for unit, amount in use.items()) + stall
+    alone = (amount / chip.alone.get(unit, 1.0) for unit, amount in use.items())
+    cycles = max(alone, default=0.0) + stall
     return Work(label, cycles, use)
 
 
@@ -127,7 +129,7 @@ class MmaOps:
         self._look_away = ops(chip, "row maximum", other=(2, third[1]))
         self._exp = ops(chip, "exponentials", fma=2 * elements, mufu=elements, stall=30)
         self._mask = ops(chip, "mask", alu=(3 if config.left else 2) * elements, other=(10, 0))
-        self._cap = ops(chip, "tanh", fma=elements, mufu=elements) if config.softcap else None
+        self._change = _score_changes(chip, config, elements)
         self._exact = ops(
             chip, "exact maximum", alu=elements + 4, fma=4, mufu=2, other=third, stall=120
         )
@@ -165,8 +167,7 @@ class MmaOps:
     def softmax_first(self, tile, n_block, s):
         """The first block: masked where it must be, and an exact maximum."""
         c = self._config
-        if c.softcap:
-            self._machine.spend(self._cap)
+        self._machine.spend(self._change)
         if c.causal or c.left or c.right:
             self._machine.spend(self._mask)
         self._machine.spend(self._exact)
@@ -174,8 +175,7 @@ class MmaOps:
 
     def softmax(self, tile, n_block, s, phase):
         """Check the maximum, exponentials; with random data the shift does not move after the first block."""
-        if self._config.softcap:
-            self._machine.spend(self._cap)
+        self._machine.spend(self._change)
         if phase.masked:
             self._machine.spend(self._mask)
         self._machine.spend(self._look_away if phase.fixed else self._max)
@@ -202,6 +202,13 @@ class MmaOps:
     def wait_store(self):
         """Wait until the stores have read their shared memory."""
         self._stores.join(self._stores.issued)
+
+
+def _score_changes(chip, config, elements) -> Work:
+    """What is done to every score before its softmax: a cap's tanh, ALiBi, a negative scale; mods are not known."""
+    fma = 9.0 * config.softcap + 3.0 * config.alibi + (config.negate and not config.softcap)
+    alu, mufu = 2.0 * config.softcap, 2.0 * config.softcap
+    return ops(chip, "cap, slopes", fma=fma * elements, alu=alu * elements, mufu=mufu * elements)
 
 
 def _nothing():
@@ -234,9 +241,18 @@ def time_forward(
     machine = ClockedMachine(chip, latest)
     _fill_cta(machine, config, replace(schedule, start=busiest(schedule)), roles)
     machine.run()
-    pairs = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
-    flops = 2 * pairs * (problem.head_dim + problem.head_dim_v) / (2 if problem.causal else 1)
+    flops = 2 * visible_pairs(problem, schedule) * (problem.head_dim + problem.head_dim_v)
     return Timing(machine, chip, schedule.step, flops)
+
+
+def visible_pairs(problem, schedule: TileSchedule) -> float:
+    """Query-key pairs that count as work: half of all for causal, as benchmarks have it, and those in a window."""
+    lengths, blocks = (problem.seqlen_q, problem.seqlen_k), schedule.blocks
+    heads = problem.batch * problem.heads_q
+    if blocks.left is None and blocks.right is None:
+        return heads * problem.seqlen_q * problem.seqlen_k / (2 if problem.causal else 1)
+    ends = (blocks.key_end(i, *lengths) - blocks.key_begin(i, *lengths) for i in range(lengths[0]))
+    return heads * sum(max(n, 0) for n in ends)
 
 
 def _fill_cta(machine, config, tiles, roles):

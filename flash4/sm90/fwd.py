@@ -37,7 +37,9 @@ from flash4.sm90.fwd_views import (
     packed_view,
     permuted_view,
     ragged_packed_view,
+    ragged_queries_view,
     ragged_values_view,
+    rows_of_entry,
 )
 
 # In the order of mods.AUX_DTYPES.
@@ -58,6 +60,7 @@ class RunTime:
     slopes: object  # (B, H), float32
     aux: object  # tuple of tensors that mods read
     sequences: object  # Sequences; None where all are as long as their tensors
+    v_rows_of_entry: object  # rows from one batch entry of V to the next, Int32
 
 
 class ForwardSm90:
@@ -160,7 +163,12 @@ class ForwardSm90:
 
         q_rows, o_rows = (c.pack, c.tile_q), (c.pack, MMA_ROWS // c.pack)
         operands = (
-            operand(load, self._rows_view(q, heads_kv), layouts[0], (q_rows, c.tile_d)),
+            operand(
+                load,
+                ragged_queries_view(q) if c.cu_q else packed_view(q, heads_kv),
+                layouts[0],
+                (q_rows, c.tile_d),
+            ),
             operand(load, permuted_view(k, [1, 3, 2, 0]), layouts[1], (c.tile_n, c.tile_d)),
             operand(load, self._values_view(v), layouts[2], (c.tile_dv, c.tile_n)),
             operand(
@@ -189,6 +197,7 @@ class ForwardSm90:
             slopes=optional.get("alibi_slopes"),
             aux=self._aux(optional),
             sequences=self._sequences(q, k, optional) if c.varlen else None,
+            v_rows_of_entry=rows_of_entry(v) if c.v_is_ragged else None,
         )
         self.kernel(
             (mma_qk, mma_pv), operands, run_time, grid, section, (q.shape[1], k.shape[1])
@@ -209,7 +218,7 @@ class ForwardSm90:
         return ragged_values_view(v) if self.config.v_is_ragged else permuted_view(v, [3, 1, 2, 0])
 
     def _rows_view(self, x, heads_kv):
-        """Q and O as tiles cut them, ((heads per KV head, S), D, heads_kv, B); see ``LoadOps`` and ``MmaOps``."""
+        """O as tiles cut it, ((heads per KV head, S), Dv, heads_kv, B); see ``MmaOps``."""
         return ragged_packed_view(x, heads_kv) if self.config.cu_q else packed_view(x, heads_kv)
 
     def _sequences(self, q, k, optional):
@@ -313,7 +322,7 @@ class ForwardSm90:
         if group == 0:
             cute.arch.setmaxregister_decrease(load.registers)
             if warp == 0:
-                ops = LoadOps(c, tiles if c.varlen else tiles.schedule, *operands[:3], sQ, sK, sV)
+                ops = self._load_ops(operands, run_time, tiles, (sQ, sK, sV))
                 self.roles.load(ops, tiles, q_producer, k_producer, v_producer)
         else:
             cute.arch.setmaxregister_increase(mma.registers)
@@ -356,6 +365,15 @@ class ForwardSm90:
             tidx=lane,
             defer_sync=True,
         ).make_participants()
+
+    def _load_ops(self, operands, run_time, tiles, smem_tensors):
+        """Verbs of the ``load`` role."""
+        c = self.config
+        schedule = tiles if c.varlen else tiles.schedule
+        heads_per_kv = run_time.lse.shape[1] // schedule.grid.heads_kv
+        return LoadOps(
+            c, schedule, *operands[:3], heads_per_kv, run_time.v_rows_of_entry, *smem_tensors
+        )
 
     def _mma_ops(self, mmas, smem_tensors, o, run_time, tiles, place):
         """Partition the operands for one warpgroup; allocate its accumulators and row state."""

@@ -106,6 +106,14 @@ class ForwardConfig:
             raise ValueError(f"pack is {self.pack}; supported are {PACKS}")
         if self.fixed_shift and not self.bf16:
             raise ValueError("fixed_shift needs bf16: P would leave the range of float16")
+        if self.fixed_shift and (self.varlen or self.may_hide_any):
+            raise ValueError(
+                "fixed_shift needs sequences of one length, and no mods: each row sees a masked key"
+            )
+        if self.o_parts > 1 and self.o_borrows_q:
+            raise ValueError(f"o_parts is {self.o_parts}; 1 is supported where O borrows Q")
+        if not 0 <= self.settle <= 64:
+            raise ValueError(f"settle is {self.settle}; supported are 0 to 64")
         if self.causal and self.right:
             raise ValueError("causal and right exclude each other: causal is a right side of 0")
         if self.skip and (self.turns or not (self.causal or self.right)):
@@ -402,6 +410,8 @@ def choose_pack(problem, tile_m: int) -> tuple[int, str]:
         return 1, "one query head per KV head: nothing to pack"
     if problem.pack_gqa is False:
         return 1, "the caller wants heads unpacked"
+    if problem.cu_q and ratio not in PACKS:
+        return 1, "packed queries: the loads know no bound for the heads of a group"
     all_heads = next((p for p in PACKS if p >= ratio), PACKS[-1])
     candidates = (all_heads,) if problem.pack_gqa else (1, all_heads)
 

@@ -19,6 +19,7 @@ from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
 from flash4.common.tiles import TileSchedule
 from flash4.sm90.fwd_config import LARGEST_TOTAL, MARKS, MMA_ROWS, ForwardConfig
+from flash4.sm90.fwd_views import WRAP
 
 # Named barriers; 0 is __syncthreads.
 BARRIER_TURN = 1  # one per MMA warpgroup: 1..4
@@ -129,9 +130,11 @@ class LoadOps:
 
     config: ForwardConfig
     tiles: object
-    q: Operand  # ((heads per KV head, S), D, heads_kv, B); of packed queries a ragged view instead of B
+    q: Operand  # ((heads per KV head, S), D, heads_kv, B); of packed queries a ragged view
     k: Operand  # (S, D, heads_kv, B)
-    v: Operand  # (Dv, S, heads_kv, B); with the mode of a ragged view before B if the config says so
+    v: Operand  # (Dv, S, heads_kv, B); a ragged view if the config says so
+    heads_per_kv: Int32
+    v_rows_of_entry: object  # of the ragged view, or None
     sQ: cute.Tensor  # (tile_m, tile_d, q_stages)
     sK: cute.Tensor  # (tile_n, tile_d, stages)
     sV: cute.Tensor  # (tile_dv, tile_n, stages)
@@ -140,16 +143,15 @@ class LoadOps:
         """Fill a Q slot with the tile's queries; rows past the sequence become zero."""
         c = self.config
         tiler = ((c.pack, c.tile_q), c.tile_d)
-        place = self.tiles.place(tile)
-        if (
-            c.cu_q
-        ):  # a warp's rows decide together when shifts move: not for those of the next sequence
+        place, group = self.tiles.place(tile), None
+        if c.cu_q:  # a warp's rows decide together when shifts move: not for the next sequence's
             seqlen = self.tiles.lengths(tile)[0]
-            mQ = self.q.tensor[None, None, place.head_kv, place.row_q + seqlen]
-            mQ = cute.domain_offset(((0, cute.size(mQ, mode=[0, 1]) - seqlen), 0), mQ)
+            mQ = self.q.tensor[None, None, WRAP, place.row_q + seqlen]
+            head = place.head_kv * self.heads_per_kv + place.group * c.pack
+            mQ, group = cute.domain_offset(((head, WRAP - seqlen), 0), mQ), 0
         else:
-            mQ = self.q.tensor[None, None, place.head_kv, place.batch_q]
-        gQ = cute.local_tile(mQ, tiler, ((place.group, tile.m_block), 0))
+            mQ, group = self.q.tensor[None, None, place.head_kv, place.batch_q], place.group
+        gQ = cute.local_tile(mQ, tiler, ((group, tile.m_block), 0))
         tma_load(self.q.atom, gQ, self.sQ, slot)
 
     def load_k(self, tile, n_block, slot):
@@ -166,8 +168,9 @@ class LoadOps:
         c, place = self.config, self.tiles.place(tile)
         if c.v_is_ragged:  # values after the sequence become zero: 0 * NaN would be NaN
             seqlen = self.tiles.lengths(tile)[1]
-            mV = self.v.tensor[None, None, place.head_kv, place.row_k + seqlen, place.batch_k]
-            mV = cute.domain_offset((0, cute.size(mV, mode=[1]) - seqlen), mV)
+            end = place.batch_k * self.v_rows_of_entry + place.row_k + seqlen
+            mV = self.v.tensor[None, None, place.head_kv, WRAP, end]
+            mV = cute.domain_offset((0, WRAP - seqlen), mV)
         else:
             mV = self.v.tensor[None, None, place.head_kv, place.batch_k]
         gV = cute.local_tile(mV, (c.tile_dv, c.tile_n), (0, tile.first_block + n_block))

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from flash4 import cli, demo
+from flash4.dispatch import choose_section
 from flash4.sim import rings, sm90_fwd
+from flash4.sim.chips import H200
 from flash4.sm90.fwd_config import ForwardConfig
 from tests.source_tree import ROOT
 
@@ -215,7 +217,10 @@ def test_other_roles(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--set", "stage=1"), "the config has no 'stage'; it has bf16, tile_d"),
+        (("--set", "stage=1"), "'stage' cannot be set; tile_m, tile_n, stages"),
+        (("--set", "causal=True"), "'causal' cannot be set; tile_m, tile_n, stages"),
+        (("--set", "tile_m"), "'tile_m' sets nothing; write tile_m=VALUE"),
+        (("--set", "settle=65"), "settle is 65; supported are 0 to 64"),
         (("--set", "turns=1"), "turns is True or False, not '1'"),
         (("--set", "stages=many"), "invalid literal"),
         (("--set", "tile_m=100"), "tile_m is 100; supported are 64, 128"),
@@ -223,12 +228,43 @@ def test_other_roles(tmp_path, capsys):
         (("--set", "stages=9"), "bytes of shared memory with barriers; a CTA has 232448"),
         (("--mutant", "nonsense"), "no mutant"),
         (("--roles", "/nowhere.py"), "nowhere.py"),
-        (("--cycles", "9:3"), "invalid"),
+        (("--cycles", "9:3"), "9:3: write BEGIN:END"),
         (("--draw", "chart.gif"), "pictures end in .svg or .png"),
     ],
 )
 def test_studies_that_cannot_be(options, message, refused):
     assert message in refused("time", "sm90-fwd", "--seqlen", 256, *options)
+
+
+@pytest.mark.parametrize(
+    "window",
+    [("--window-right", 0), ("--window-left", -1, "--window-right", -1), ("--window-left", 1 << 31),
+     ("--causal", "--window-left", 100, "--window-right", 5)],
+)  # fmt: skip
+def test_windows_of_every_kind_are_timed(window, capsys):
+    assert cli.main(["time", "sm90-fwd", "--seqlen", "200", *map(str, window)]) == 0
+    assert "TFLOP/s" in capsys.readouterr().out
+
+
+def test_a_changed_tile_gets_its_own_order():
+    """Heads per section follow the tile, as in a call with that tile."""
+    arguments = cli._parser().parse_args(
+        ["time", "sm90-fwd", "--seqlen", "2048", "--causal", "--set", "tile_m=192", "--set", "tile_n=64"]
+    )  # fmt: skip
+    plan = cli._study(arguments).plan
+    assert plan.section == choose_section(plan.problem, plan.config, plan.grid, H200.sms)
+    assert plan.grid.m_blocks == -(-2048 // 192)
+
+
+def test_roles_that_cannot_be_read(tmp_path, refused):
+    for text, message in (
+        ("def (", "SyntaxError"),
+        ("import nowhere", "ModuleNotFoundError"),
+        ("x = 1", "no class"),
+    ):
+        roles = tmp_path / "mine.py"
+        roles.write_text(text)
+        assert message in refused("time", "sm90-fwd", "--seqlen", 256, "--roles", roles)
 
 
 def test_demo():

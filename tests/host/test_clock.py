@@ -256,6 +256,16 @@ def test_critical_path_of_a_chain():
     assert critical_path(spans) == {"second": 7, "until others know": 3, "first": 10}
 
 
+def test_a_window_counts_what_it_shows():
+    cell = Cell(128, 128, False, 1024, 1, 1, 1)
+    plan = predict.planned(cell)
+    config = replace(plan.config, left=True, right=True, fixed_shift=False)
+    timing = time_forward(replace(plan, config=config), H200, window=(100, 20))
+    pairs = sum(min(i + 20, 1023) - max(i - 100, 0) + 1 for i in range(1024))
+    assert timing.flops == 2 * pairs * 256
+    assert timing.cycles < time_forward(plan, H200).cycles
+
+
 def test_every_cycle_of_a_role_is_work_or_waiting():
     timing = small(causal=True)
     for name in ("mma[0]", "mma[1]"):
@@ -283,6 +293,10 @@ def test_chart_and_trace(tmp_path):
     assert {e["ph"] for e in events} == {"M", "X"}
     assert len([e for e in events if e["ph"] == "X"]) == len(timing.machine.spans)
     assert any("fwd_roles.py" in e["args"].get("line", "") for e in events)
+    ends = {}
+    for e in sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"]):
+        assert e["ts"] >= ends.get(e["tid"], 0) - 1e-6, "two at a time on one thread"
+        ends[e["tid"]] = e["ts"] + e["dur"]
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])

@@ -785,14 +785,3 @@ def test_the_smoke_problems_are_taken(name):
     with stand_in_gpu() as launches:
         problem.function(*problem.tensors("cpu"), return_lse=True, **problem.keywords())
     assert launches
-
-
-def test_sequences_are_refused_on_a_gpu(monkeypatch):
-    """Until they run there; the error comes before any launch, and says so."""
-    monkeypatch.setattr(sm90_fwd, "SEQUENCES_RUN", False)
-    q = torch.randn(10, 2, 64).bfloat16()
-    cu = torch.tensor([0, 4, 10], dtype=torch.int32)
-    with stand_in_gpu() as launches:
-        with pytest.raises(NotImplementedError, match="cu_seqlens, seqused.* fault on the GPU"):
-            flash4.flash_attn_varlen_func(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu)
-    assert not launches

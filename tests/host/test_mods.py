@@ -3,6 +3,7 @@
 import functools
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from flash4.common import mods
 from flash4.jit.cache import entry_name
 from flash4.jit.compile import compile_kernel
 from flash4.sm90.fwd_config import ForwardConfig
+from tests.host.test_dispatch import stand_in_gpu
 
 KERNEL = "flash4.sm90.fwd:ForwardSm90"
 SLOPE = 0.5
@@ -110,3 +112,91 @@ def test_a_mod_that_does_not_trace_is_an_error_before_the_launch():
     config = ForwardConfig(True, 64, 64, 64, 64, False, score_mod=mods.register(branching))
     with pytest.raises(RuntimeError, match="could not compile"):
         compile_kernel(KERNEL, config, "sm_90a")
+
+
+knobs = types.ModuleType("knobs")
+knobs.slope, knobs.helper = 0.1, lambda s: s * 2
+
+
+class Settings:
+    """A class of the user's, with a number that a mod reads."""
+
+    slope = 0.1
+
+
+def reads_module(s, b, h, i, j, info, aux):
+    return s - knobs.slope * (i - j)
+
+
+def reads_helper(s, b, h, i, j, info, aux):
+    return knobs.helper(s)
+
+
+def reads_class(s, b, h, i, j, info, aux):
+    return s * Settings.slope
+
+
+def reads_info(s, b, h, i, j, info, aux):
+    return s + info.seqlen_k
+
+
+@pytest.mark.parametrize(
+    ("mod", "owner", "name", "value"),
+    [
+        (reads_module, knobs, "slope", 7.5),
+        (reads_helper, knobs, "helper", lambda s: s * 3),
+        (reads_class, Settings, "slope", 7.5),
+    ],
+)
+def test_what_a_mod_reads_through_a_module_or_class_counts(mod, owner, name, value, monkeypatch):
+    """Or a kernel with the old number would be served."""
+    before = mods.register(mod)
+    assert mods.register(mod) == before
+    monkeypatch.setattr(owner, name, value)
+    assert mods.register(mod) != before
+
+
+def test_attributes_are_not_globals(monkeypatch):
+    before = mods.register(reads_info)
+    monkeypatch.setitem(globals(), "seqlen_k", torch.zeros(3))
+    assert mods.register(reads_info) == before
+
+
+def test_a_module_as_a_whole_and_an_empty_closure_are_refused():
+    def whole(s, b, h, i, j, info, aux):
+        mine = knobs
+        return s * mine.slope
+
+    def early(s, b, h, i, j, info, aux):
+        return s * later
+
+    for mod, message in ((whole, "knobs"), (early, "later, which has no value yet")):
+        with pytest.raises(TypeError, match=message):
+            mods.register(mod)
+    later = 1.0
+    assert mods.register(early)
+
+
+@pytest.mark.parametrize("aux", [torch.zeros(1), 0, False, "", {}, torch.ones(4)])
+def test_aux_tensors_of_another_kind_are_refused(aux):
+    q = torch.randn(1, 8, 2, 64).bfloat16()
+    with pytest.raises(TypeError, match="aux_tensors must be a list"):
+        flash4.explain(q, q, q, aux_tensors=aux, arch="sm_90a")
+
+
+def test_out_must_not_be_what_mods_read():
+    q = torch.randn(1, 8, 4, 64).bfloat16()
+    buffer, weights = torch.empty_like(q), torch.ones(4, requires_grad=True)
+    calls = (
+        (buffer, [buffer], "shares memory with aux_tensors.0"),
+        (torch.empty_like(q), [weights], "not differentiable"),
+    )
+    for out, aux, message in calls:
+        with stand_in_gpu(run=lambda launch: None) as launches:
+            with pytest.raises(ValueError, match=message):
+                flash4.flash_attn_func(q, q, q, out=out, score_mod=reads_aux, aux_tensors=aux)
+        assert not launches
+
+
+def reads_aux(s, b, h, i, j, info, aux):
+    return s + aux[0][h]

@@ -5,13 +5,17 @@ from itertools import accumulate, product
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import flash4
 from flash4.common.geometry import KvBlocks, ceil_div, choose, narrow, wide
 from flash4.common.shares import part_of, shares_of
 from flash4.common.tiles import Grid
 from flash4.common.varlen import Sequences, VarlenSchedule
+from flash4.sm90 import fwd_config
+from tests.host.test_dispatch import stand_in_gpu
 
 H200_WORKERS = 132
 
@@ -180,3 +184,34 @@ def test_parts_of_threads_cover_all_sequences(threads, count):
 
 def test_helpers_on_the_host():
     assert (choose(True, 1, 2), choose(False, 1, 2), wide(2**40), narrow(7)) == (1, 2, 2**40, 7)
+
+
+def test_sequences_are_refused_on_a_gpu(monkeypatch):
+    """Until they run there; the error comes before any launch, and says so."""
+    monkeypatch.setattr(fwd_config, "SEQUENCES_RUN", False)
+    q = torch.randn(10, 2, 64).bfloat16()
+    cu = torch.tensor([0, 4, 10], dtype=torch.int32)
+    with stand_in_gpu() as launches:
+        with pytest.raises(NotImplementedError, match="cu_seqlens, seqused.* fault on the GPU"):
+            flash4.flash_attn_varlen_func(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    assert not launches
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_values_of_sequences_lie_whole_rows_apart(used):
+    """The kernel counts batch entries of V in rows; only there, other strides are copied."""
+    q = torch.randn(2, 5, 1, 64).bfloat16()
+    v = torch.randn(2, 7 * 64 + 8).bfloat16().as_strided((2, 5, 1, 64), (7 * 64 + 8, 64, 64, 1))
+    same = torch.randn(2, 1, 1, 64).bfloat16().expand(2, 5, 1, 64)
+    counts = torch.tensor([3, 5], dtype=torch.int32) if used else None
+    for values in (v, same):
+        with stand_in_gpu(run=lambda launch: None) as launches:
+            if used:
+                flash4.flash_attn_varlen_func(q, q, values, seqused_k=counts)
+            else:
+                flash4.flash_attn_func(q, q, values)
+        (launch,) = launches
+        taken = launch.tensors[2]
+        assert torch.equal(taken, values)
+        whole = taken.stride(1) != 0 and taken.stride(0) % taken.stride(1) == 0
+        assert whole if used else taken.stride()[:2] == values.stride()[:2]
