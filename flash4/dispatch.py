@@ -13,7 +13,8 @@ FORWARD_KERNELS = (
     ("sm90-fwd", "flash4.sm90.fwd:ForwardSm90", "sm_90a", sm90_fwd),
     ("sm100-fwd", "flash4.sm100.fwd:ForwardSm100", "sm_100a", sm100_fwd),
 )
-ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a"}  # compute capability -> compile target
+ARCHITECTURES = {(9, 0): "sm_90a"}  # compute capability -> compile target
+NEVER_RUN = {(10, 0): "Blackwell"}  # kernels compile and are simulated, but nobody has run one
 
 L2_SECTION_BYTES = 32 << 20  # K and V of the heads in one section; L2 is 50 MB, on an H200 60
 MIN_SECTION = 3  # fewer heads at a time, and too many workers read the same lines of L2
@@ -85,10 +86,11 @@ def architecture(capability: tuple[int, int]) -> str:
     """
     if capability in ARCHITECTURES:
         return ARCHITECTURES[capability]
-    raise NotImplementedError(
-        f"flash4 has no kernel for compute capability {capability[0]}.{capability[1]}; "
-        "supported is 9.0 (Hopper: H100, H200, GH200) and 10.0 (Blackwell: B100, B200, GB200)"
-    )
+    number = f"{capability[0]}.{capability[1]}"
+    problem = f"flash4 has no kernel for compute capability {number}"
+    if capability in NEVER_RUN:
+        problem = f"flash4's kernels for {NEVER_RUN[capability]} ({number}) have never run on a GPU: they are not launched"
+    raise NotImplementedError(f"{problem}; supported is 9.0 (Hopper: H100, H200, GH200)")
 
 
 def plan_forward(problem: AttentionProblem, arch: str, workers: int) -> Plan:
