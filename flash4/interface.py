@@ -267,31 +267,11 @@ def _forward(out, q, k, v, keywords: dict):
 
 
 def flash_attn_func(
-    q,
-    k,
-    v,
-    *,
-    softmax_scale=None,
-    causal=False,
-    window_size=(None, None),
-    softcap=0.0,
-    learnable_sink=None,
-    score_mod=None,
-    score_mod_bwd=None,
-    mask_mod=None,
-    aux_tensors=None,
-    block_mask=None,
-    alibi_slopes=None,
-    dropout_p=0.0,
-    deterministic=None,
-    num_splits=0,
-    pack_gqa=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    out=None,
-    return_lse=False,
-):
+    q, k, v, *, softmax_scale=None, causal=False, window_size=(None, None), softcap=0.0,
+    learnable_sink=None, score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None,
+    block_mask=None, alibi_slopes=None, dropout_p=0.0, deterministic=None, num_splits=0,
+    pack_gqa=None, q_descale=None, k_descale=None, v_descale=None, out=None, return_lse=False,
+):  # fmt: skip
     """Exact attention, out = softmax(softmax_scale * q k^T) v, in one kernel (FlashAttention, arXiv:2205.14135).
 
     Query head h attends with KV head ``h // (heads_q / heads_kv)``. Queries are aligned bottom-right: query i has the
@@ -344,62 +324,25 @@ def flash_attn_func(
         NotImplementedError: a keyword or GPU that is not supported yet; the message names it.
     """
     keywords = dict(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        learnable_sink=learnable_sink,
-        deterministic=deterministic,
-        pack_gqa=pack_gqa,
-        score_mod=score_mod,
-        score_mod_bwd=score_mod_bwd,
-        mask_mod=mask_mod,
-        aux_tensors=aux_tensors,
-        block_mask=block_mask,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
+        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        learnable_sink=learnable_sink, deterministic=deterministic, pack_gqa=pack_gqa,
+        score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
+        aux_tensors=aux_tensors, block_mask=block_mask, alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         num_splits=num_splits,
-    )
+    )  # fmt: skip
     out, lse = _forward(out, q, k, v, keywords)
     return (out, lse) if return_lse else out
 
 
 def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    max_seqlen_q=None,
-    max_seqlen_k=None,
-    *,
-    seqused_q=None,
-    seqused_k=None,
-    page_table=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(None, None),
-    softcap=0.0,
-    learnable_sink=None,
-    score_mod=None,
-    score_mod_bwd=None,
-    mask_mod=None,
-    aux_tensors=None,
-    block_mask=None,
-    alibi_slopes=None,
-    dropout_p=0.0,
-    deterministic=None,
-    num_splits=0,
-    pack_gqa=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    out=None,
-    return_lse=False,
-):
+    q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, *,
+    seqused_q=None, seqused_k=None, page_table=None, softmax_scale=None, causal=False,
+    window_size=(None, None), softcap=0.0, learnable_sink=None, score_mod=None,
+    score_mod_bwd=None, mask_mod=None, aux_tensors=None, block_mask=None, alibi_slopes=None,
+    dropout_p=0.0, deterministic=None, num_splits=0, pack_gqa=None, q_descale=None,
+    k_descale=None, v_descale=None, out=None, return_lse=False,
+):  # fmt: skip
     """``flash_attn_func`` for sequences of different lengths, which stay on the GPU: nothing waits for them.
 
     Either side is packed, with ``cu_seqlens``, or a batch of rows; ``seqused`` says how many rows of each sequence are
@@ -452,30 +395,14 @@ def flash_attn_varlen_func(
         if not (value is None or isinstance(value, (int, torch.Tensor))):
             raise TypeError(f"{name} must be an int, a tensor or None, got {value!r}")
     keywords = dict(
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        page_table=page_table,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        learnable_sink=learnable_sink,
-        deterministic=deterministic,
-        pack_gqa=pack_gqa,
-        score_mod=score_mod,
-        score_mod_bwd=score_mod_bwd,
-        mask_mod=mask_mod,
-        aux_tensors=aux_tensors,
-        block_mask=block_mask,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        num_splits=num_splits,
-    )
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
+        seqused_k=seqused_k, page_table=page_table, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, softcap=softcap, learnable_sink=learnable_sink,
+        deterministic=deterministic, pack_gqa=pack_gqa, score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, aux_tensors=aux_tensors,
+        block_mask=block_mask, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, num_splits=num_splits,
+    )  # fmt: skip
     out, lse = _forward(out, q, k, v, keywords)
     return (out, lse) if return_lse else out
 

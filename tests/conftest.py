@@ -4,6 +4,7 @@ import faulthandler
 import os
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -44,10 +45,18 @@ def end_what_hangs(request: pytest.FixtureRequest):
 
 
 @pytest.fixture(autouse=True)
-def let_sequences_through(request: pytest.FixtureRequest, monkeypatch):
+def let_sequences_through(request: pytest.FixtureRequest):
     """On a CPU, sequences of different lengths are planned, compiled and simulated, although a GPU refuses them."""
-    if not request.path.is_relative_to(GPU_TESTS):
-        monkeypatch.setattr(fwd_config, "SEQUENCES_RUN", True)
+    runs = fwd_config.SEQUENCES_RUN or not request.path.is_relative_to(GPU_TESTS)
+    with mock.patch.object(fwd_config, "SEQUENCES_RUN", runs):
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(nextitem):
+    """Fail a test that leaves CPU tensors taken for CUDA ones: the next test would not test what it says."""
+    yield
+    assert "is_cuda" not in vars(torch.Tensor), "a patch of torch.Tensor.is_cuda outlives the test"
 
 
 @pytest.hookimpl(wrapper=True)

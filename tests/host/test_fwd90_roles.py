@@ -108,15 +108,6 @@ CONFIGS += [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The references here are so small that a second thread costs more than it does."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def run(case: Case, seed: int = 0):
     """Simulate a case and check it against float64."""
     inputs = case.tensors()
