@@ -154,8 +154,11 @@ class MmaQueue:
         """Issue acc (+)= product(arrays of the operand regions), which it reads until it is waited for."""
 
         def land():
-            result = product(*(region.peek() for region in operands))
-            acc.region.poke(acc.region.peek() + result if accumulate else result)
+            with np.errstate(
+                all="ignore"
+            ):  # a shift that overflowed gives inf - inf, and its tile is redone
+                result = product(*(region.peek() for region in operands))
+                acc.region.poke(acc.region.peek() + result if accumulate else result)
 
         self._lane.issue(label, land, reads=operands, writes=[acc.region])
 
