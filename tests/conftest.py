@@ -4,13 +4,10 @@ import faulthandler
 import os
 from functools import cache
 from pathlib import Path
-from unittest import mock
 
 import hypothesis
 import pytest
 import torch
-
-from flash4.sm90 import fwd_config
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 LOWEST_CAPABILITY = (8, 0)
@@ -44,30 +41,11 @@ def end_what_hangs(request: pytest.FixtureRequest):
         faulthandler.cancel_dump_traceback_later()
 
 
-@pytest.fixture(autouse=True)
-def let_sequences_through(request: pytest.FixtureRequest):
-    """On a CPU, sequences of different lengths are planned, compiled and simulated, although a GPU refuses them."""
-    runs = fwd_config.SEQUENCES_RUN or not request.path.is_relative_to(GPU_TESTS)
-    with mock.patch.object(fwd_config, "SEQUENCES_RUN", runs):
-        yield
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(nextitem):
     """Fail a test that leaves CPU tensors taken for CUDA ones: the next test would not test what it says."""
     yield
     assert "is_cuda" not in vars(torch.Tensor), "a patch of torch.Tensor.is_cuda outlives the test"
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item):
-    """Skip a GPU test that needs sequences of different lengths."""
-    try:
-        return (yield)
-    except NotImplementedError as error:
-        if item.path.is_relative_to(GPU_TESTS) and "fault on the GPU as yet" in str(error):
-            pytest.skip("sequences of different lengths are refused")
-        raise
 
 
 def pytest_configure(config: pytest.Config) -> None:

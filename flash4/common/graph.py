@@ -8,7 +8,17 @@ from dataclasses import dataclass
 
 WARP = 32
 WARPGROUP = 128
+REGISTER_FILE = 65_536  # registers of an SM, 32 bits each
+REGISTER_STEP = 8  # a thread has a multiple of this
 BARRIER_BYTES = 8  # one mbarrier; a ring stage has two, "full" and "empty"
+
+
+def launch_registers(threads: int) -> int:
+    """Registers that a CTA of so many threads is launched with: each has its share of the file, in steps of 8.
+
+    ``setmaxnreg`` deals these out anew. The rest of the file is out of reach.
+    """
+    return threads * (REGISTER_FILE // threads // REGISTER_STEP * REGISTER_STEP)
 
 
 @dataclass(frozen=True)
@@ -90,8 +100,13 @@ class PipelineGraph:
 
     @property
     def registers(self) -> int:
-        """Registers of one CTA after reallocation; the register file holds 65,536."""
+        """Registers of one CTA after reallocation."""
         return sum(WARPGROUP * len(role.warpgroups) * role.registers for role in self.roles)
+
+    @property
+    def launch_registers(self) -> int:
+        """Registers of one CTA at its launch; roles that ask for more would wait for ever."""
+        return launch_registers(self.threads)
 
     def allocations(self) -> dict[str, int]:
         """Bytes of each buffer that has memory of its own, as large as the largest that borrows it."""
@@ -128,7 +143,7 @@ class PipelineGraph:
             span = f"{role.warpgroups.start}..{role.warpgroups.stop - 1}"
             lines.append(f"{role.name:8} {span:12} {role.active_warps:5} {role.registers:9}")
         lines.append(
-            f"{'all':8} {self.threads // WARPGROUP:<12} {self.threads // WARP:5} {self.registers:9} of 65536"
+            f"{'all':8} {self.threads // WARPGROUP:<12} {self.threads // WARP:5} {self.registers:9} of {self.launch_registers}"
         )
         lines.append("")
         lines.append(f"{'smem':8} {'bytes':>9}")

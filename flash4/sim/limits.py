@@ -3,12 +3,11 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from flash4.common.graph import WARP, WARPGROUP, PipelineGraph
+from flash4.common.graph import REGISTER_FILE, REGISTER_STEP, WARP, WARPGROUP, PipelineGraph
 from flash4.sim.machine import Hazard
 from flash4.sim.tmem import COLUMNS, MIN_COLUMNS
 
-REGISTER_FILE = 65_536  # registers of an SM, 32 bits each
-MIN_REGISTERS, MAX_REGISTERS, REGISTER_STEP = 24, 256, 8  # what setmaxnreg takes
+MIN_REGISTERS, MAX_REGISTERS = 24, 256  # what setmaxnreg takes
 
 
 def check_graph(graph: PipelineGraph, smem_limit: int):
@@ -27,11 +26,14 @@ def check_graph(graph: PipelineGraph, smem_limit: int):
                 f"{role.name}: {role.registers} registers; setmaxnreg takes multiples of {REGISTER_STEP} "
                 f"from {MIN_REGISTERS} to {MAX_REGISTERS}"
             )
-    if graph.registers > REGISTER_FILE:
+    if graph.registers > graph.launch_registers:
         parts = " + ".join(
             f"{len(r.warpgroups)} x 128 x {r.registers} ({r.name})" for r in graph.roles
         )
-        raise Hazard(f"{parts} = {graph.registers} registers; an SM has {REGISTER_FILE}")
+        raise Hazard(
+            f"{parts} = {graph.registers} registers; {graph.threads} threads have {graph.launch_registers} at "
+            f"launch: setmaxnreg would wait for more for ever"
+        )
     if graph.smem_bytes > smem_limit:
         raise Hazard(
             f"{graph.smem_bytes} bytes of shared memory with barriers; a CTA has {smem_limit}"

@@ -5,9 +5,8 @@ Thread counts, arrive counts, memory sums, the launch and the diagram in the doc
 
 from dataclasses import dataclass
 
-WARP = 32
-WARPGROUP = 128
-BARRIER_BYTES = 8
+from flash4.common.graph import BARRIER_BYTES, WARP, WARPGROUP, launch_registers
+
 TMEM_COLUMNS = 512
 TMA, UMMA, THREADS = "tma", "umma", "threads"  # who moves a ring or raises a signal
 
@@ -149,9 +148,14 @@ class Graph:
 
     @property
     def registers(self) -> int:
-        """Registers of one CTA after reallocation; the register file holds 65,536."""
+        """Registers of one CTA after reallocation."""
         by_group = {role.warps.start * WARP // WARPGROUP: role.registers for role in self.roles}
         return WARPGROUP * sum(by_group.values())
+
+    @property
+    def launch_registers(self) -> int:
+        """Registers of one CTA at its launch; roles that ask for more would wait for ever."""
+        return launch_registers(self.threads)
 
     @property
     def smem_bytes(self) -> int:
@@ -187,7 +191,9 @@ class Graph:
         for role in self.roles:
             span = f"{role.warps.start}..{role.warps.stop - 1}"
             lines.append(f"{role.name:10} {span:8} {role.registers:9}")
-        lines.append(f"{'all':10} {self.threads // WARP:<8} {self.registers:9} of 65536")
+        lines.append(
+            f"{'all':10} {self.threads // WARP:<8} {self.registers:9} of {self.launch_registers}"
+        )
         lines += ["", f"{'smem':10} {'bytes':>9}"]
         lines += [f"{b.name:10} {b.nbytes:9}" for b in self.buffers]
         lines += [f"{'all':10} {self.smem_bytes:9}  with barriers", ""]

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import os
 import queue
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ from hypothesis import strategies as st
 
 import flash4
 from flash4.dispatch import architecture
-from flash4.sm90 import fwd_config
 from tests.checks import assert_forward_close, guarded
 from tests.strategies import Problem, problems, random_problems
 
@@ -81,7 +79,6 @@ class Case:
 @hypothesis.settings(max_examples=EXAMPLES)
 @hypothesis.given(problems(), st.integers(0, 2**32 - 1), st.booleans())
 def test_random_problems(problem: Problem, seed: int, in_place: bool):
-    hypothesis.assume(fwd_config.SEQUENCES_RUN or not problem.varlen)
     Case(problem, seed, in_place).check()
 
 
@@ -89,7 +86,7 @@ def random_cases(n: int, seed: int) -> list[Case]:
     """Make n cases, half of them in place; the tensors of case i have the seed `seed + i`."""
     return [
         Case(problem, seed + i, in_place=i % 2 == 1)
-        for i, problem in enumerate(_supported(n, seed))
+        for i, problem in enumerate(random_problems(n, seed))
     ]
 
 
@@ -198,12 +195,6 @@ def run_all(cases: list[Case], device: str = DEVICE) -> int:
     return failures
 
 
-def _supported(n: int, seed: int) -> Iterator[Problem]:
-    """n random problems; of sequences only if they are let through."""
-    found = (p for p in random_problems(4 * n, seed) if fwd_config.SEQUENCES_RUN or not p.varlen)
-    return itertools.islice(found, n)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.test_fuzz", description=__doc__)
@@ -212,11 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="compiling processes")
     parser.add_argument("--problem", help="one problem instead, such as 'Problem(seqlen_q=3)'")
     parser.add_argument("--in-place", action="store_true", help="with --problem: through out=")
-    parser.add_argument(
-        "--sequences", action="store_true", help="sequences too, although they are refused as yet"
-    )
     options = parser.parse_args(arguments)
-    fwd_config.SEQUENCES_RUN |= options.sequences
 
     if options.problem:
         problem = eval(options.problem, {"Problem": Problem, "torch": torch})

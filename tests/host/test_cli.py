@@ -129,7 +129,7 @@ def test_describe_needs_no_dsl():
         "  causal   True",
         "  negate   True",
         "  load --[q x1 tma->warps]--> mma",
-        "of 65536",
+        "of 64512",
         "  o_parts  2",
         "with barriers",
     ):

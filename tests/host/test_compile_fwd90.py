@@ -37,7 +37,6 @@ from tests import strategies
 LIMITS = Path(__file__).with_name("fwd90_limits.json")
 SLACK = 1.01  # of the instruction counts
 WORKERS = 2
-REGISTER_FILE = 65_536
 MMA_K = 16  # columns of A that one WGMMA multiplies
 LONG = 1 << 20
 
@@ -201,8 +200,9 @@ def test_resources(name, compiled):
     assert found.waits == wanted["waits"], found
     assert found.hgmma == wanted["hgmma"], found
     assert found.exp2 <= wanted["exp2"], found
-    # ptxas gives every thread its share of the file, in steps of 8; roles reallocate it later.
-    assert found.registers == REGISTER_FILE // config.graph.threads // 8 * 8, found
+    # ptxas gives every thread its share of the file; roles reallocate no more than that later.
+    graph = config.graph
+    assert found.registers * graph.threads == graph.launch_registers >= graph.registers, found
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -229,7 +229,6 @@ def test_every_config_fits(causal):
         graph = config_for(head_dim, head_dim_v, causal, seqlen=seqlen).graph
         where = f"{head_dim}/{head_dim_v}"
         assert graph.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT, where
-        assert graph.registers <= REGISTER_FILE, where
 
 
 @pytest.mark.parametrize("packed", [*product((False, True), repeat=2)])

@@ -161,7 +161,7 @@ def check_config(config):
     assert config == replace(config) and hash(config) == hash(replace(config))
     graph = config.graph
     assert config.fits and graph.smem_bytes + sm90_fwd.SMEM_ALIGN <= 227 * 1024
-    assert graph.registers <= 65_536 and graph.threads <= 1024
+    assert graph.registers <= graph.launch_registers and graph.threads <= 1024
     assert all(role.registers in range(24, 257, 8) for role in graph.roles), "setmaxnreg"
     assert config.tile_m in range(64, 257, 64), "64 rows per warpgroup, a TMA box has at most 256"
     assert config.tile_n in range(16, 257, 16), "P is the A operand of WGMMAs of K = 16"

@@ -272,8 +272,8 @@ def test_shared_barrier_ids():
         machine.name_barrier(3, "store")
 
 
-def graph(registers=240, slot=1024, buffer=2048) -> PipelineGraph:
-    load, mma = Role("load", range(0, 1), 1, 24), Role("mma", range(1, 3), 8, registers)
+def graph(registers=240, slot=1024, buffer=2048, load=24) -> PipelineGraph:
+    load, mma = Role("load", range(0, 1), 1, load), Role("mma", range(1, 3), 8, registers)
     ring = RingSpec("k", load, mma, 2, slot)
     return PipelineGraph((load, mma), (ring,), (Buffer("k", buffer),))
 
@@ -287,6 +287,7 @@ def test_graphs_within_limits():
     ("changes", "message"),
     [
         ({"registers": 248}, r"128 x 24 \(load\) \+ 2 x 128 x 248 .* = 66560 registers"),
+        ({"registers": 240, "load": 32}, "= 65536 registers; 384 threads have 64512 at launch"),
         ({"registers": 236}, "mma: 236 registers; setmaxnreg takes multiples of 8"),
         ({"registers": 264}, "from 24 to 256"),
         ({"slot": 116_224, "buffer": 232_448}, "232480 bytes of shared memory"),

@@ -14,7 +14,6 @@ from flash4.common.geometry import KvBlocks, ceil_div, choose, narrow, wide
 from flash4.common.shares import part_of, shares_of
 from flash4.common.tiles import Grid
 from flash4.common.varlen import Sequences, VarlenSchedule
-from flash4.sm90 import fwd_config
 from tests.host.test_dispatch import stand_in_gpu
 
 H200_WORKERS = 132
@@ -184,17 +183,6 @@ def test_parts_of_threads_cover_all_sequences(threads, count):
 
 def test_helpers_on_the_host():
     assert (choose(True, 1, 2), choose(False, 1, 2), wide(2**40), narrow(7)) == (1, 2, 2**40, 7)
-
-
-def test_sequences_are_refused_on_a_gpu(monkeypatch):
-    """Until they run there; the error comes before any launch, and says so."""
-    monkeypatch.setattr(fwd_config, "SEQUENCES_RUN", False)
-    q = torch.randn(10, 2, 64).bfloat16()
-    cu = torch.tensor([0, 4, 10], dtype=torch.int32)
-    with stand_in_gpu() as launches:
-        with pytest.raises(NotImplementedError, match="cu_seqlens, seqused.* fault on the GPU"):
-            flash4.flash_attn_varlen_func(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu)
-    assert not launches
 
 
 @pytest.mark.parametrize("used", [True, False])
