@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+import flash4
 from bench.baselines import CONTENDERS, Contender
 from bench.check import (
     ROW_TOLERANCE,
@@ -19,6 +20,7 @@ from bench.check import (
     row_disagreement,
 )
 from bench.feature_cells import GEMM_SIZE, Arm, Problem
+from bench.report import SUBJECT
 
 RAMP = 1400.0  # growth of the scaled scores from the last key to the first
 PEAKED = 60.0  # standard deviation of the scaled scores
@@ -123,6 +125,14 @@ class FeatureContender(Contender):
         """Return the call to time, on `Tensors`."""
         return CALLS[self.arm.package](self.arm.problem, inputs)
 
+    def counts(self, inputs: Tensors) -> dict[str, int]:
+        """Return how many tiles flash4 works on twice, for data that is meant to make it do so."""
+        problem = self.arm.problem
+        if self.arm.package != SUBJECT or problem.data == "normal":
+            return {}
+        found = flash4.redone_tiles(inputs.q, inputs.k, inputs.v, **problem.keywords(inputs))
+        return {"redone": found.redone, "tiles": found.tiles}
+
 
 def _package_call(module: str, problem: Problem, x: Tensors) -> Callable[[], Any]:
     """The public function of flash4 or flash-attn-4; their keywords have the same names."""
@@ -159,7 +169,7 @@ def _gemm_call(problem: None, x: None) -> Callable[[], Any]:
 
 
 CALLS: dict[str, Callable[[Any, Any], Callable[[], Any]]] = {
-    "flash4": functools.partial(_package_call, "flash4"),
+    SUBJECT: functools.partial(_package_call, "flash4"),
     "fa4": functools.partial(_package_call, "flash_attn.cute"),
     "fa2": _fa2_call,
     "gemm": _gemm_call,

@@ -86,10 +86,12 @@ def measure_feature_cell(
     records: dict[str, dict[str, Any]] = {}
     entries: dict[str, Entry] = {}
     results: dict[str, tuple[Any, Any]] = {}
+    contenders: dict[str, Any] = {}
     for arm in sorted(cell.arms, key=lambda arm: arm.package == report.SUBJECT):
         inputs = tensors.get(arm.problem, [None])
         shape = (arm.problem or cell.arms[0].problem).shape
-        records[arm.name], entry, raw = core.enter(make(arm), shape, inputs, bench)
+        contenders[arm.name] = make(arm)
+        records[arm.name], entry, raw = core.enter(contenders[arm.name], shape, inputs, bench)
         if entry is not None:
             entries[arm.name], results[arm.name] = entry, (arm, raw[0])
     first = {problem: made[0] for problem, made in tensors.items()}
@@ -97,6 +99,9 @@ def measure_feature_cell(
         records[name].update(status="mismatch", error=text)
         del entries[name]
     results.clear()
+    for arm in cell.arms:
+        if arm.name in entries:
+            records[arm.name].update(_counts(contenders[arm.name], first.get(arm.problem)))
     turn = [entries[arm.name] for arm in cell.arms if arm.name in entries]
     found = measure(turn, bench.device, bench.budget_s * len(cell.arms))
     flops = {a.name: a.problem.flops() if a.problem else 2 * GEMM_SIZE**3 for a in cell.arms}
@@ -112,6 +117,14 @@ def measure_feature_cell(
         "flops": flops,
         "contenders": {arm.name: records[arm.name] for arm in cell.arms},
     }
+
+
+def _counts(contender: Any, inputs: Any) -> dict[str, Any]:
+    """What an arm counts; a counter that fails must not cost the measurement."""
+    try:
+        return contender.counts(inputs)
+    except Exception as error:
+        return {"count_error": describe(error)}
 
 
 def compile_one(key: tuple[str, Any, str]) -> None:
@@ -137,6 +150,8 @@ def kernel_keys(cells: Sequence[FeatureCell], arch: str) -> list[tuple[str, Any,
         except NotImplementedError:
             continue
         keys[plan.kernel, plan.config, plan.arch] = None
+        if problem.data != "normal" and plan.config.counted is not None:
+            keys[plan.kernel, plan.config.counted, plan.arch] = None
     return list(keys)
 
 
@@ -288,9 +303,11 @@ def lines_of(row: dict[str, Any]) -> list[str]:
             lines.append(f"  {name:16} {r['status']}: {r['error']}")
             continue
         mark = "*" if r["dry_bursts"] else " "
+        again = f"  {r['redone']} of {r['tiles']} tiles twice" if "redone" in r else ""
+        again += f"  not counted: {r['count_error']}" if "count_error" in r else ""
         lines.append(
             f"  {name:16} {r['median_us']:9.1f} us{mark} p10 {r['p10_us']:9.1f} p90 {r['p90_us']:9.1f} "
-            f"spread {r['spread']:6.1%} {r['tflops']:7.1f} TFLOP/s  first call {r['first_call_s']:.1f} s"
+            f"spread {r['spread']:6.1%} {r['tflops']:7.1f} TFLOP/s  first call {r['first_call_s']:.1f} s{again}"
         )
     return lines + [f"  {verdict(row, bar)[1]}" for bar in bars_of(row)]
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+import flash4
 from bench import core, feature_calls, features, report
 from bench.baselines import FromCallable
 from bench.feature_cells import (
@@ -120,6 +121,21 @@ def test_a_right_result_passes_and_one_that_ignores_a_feature_does_not(name):
     assert "shape" in feature_calls.mismatch(problem, x, out[..., :8])
 
 
+def test_inputs_that_are_to_be_worked_on_twice_are_counted(monkeypatch):
+    redo = select("redo")[0]
+    monkeypatch.setattr(flash4, "redone_tiles", lambda *x, causal: flash4.interface.Redone(7, 8))
+    found = {
+        arm.name: feature_calls.FeatureContender(arm).counts(
+            feature_calls.make_tensors(arm.problem, 1, 0, "meta")[0]
+        )
+        for arm in redo.arms
+    }
+    again = {"redone": 7, "tiles": 8}
+    assert found == {"flash4": {}, "flash4 ramp": again, "flash4 peaked": again}
+    configs = [config for _, config, _ in features.kernel_keys([redo], "sm_90a")]
+    assert [config.counts for config in configs] == [False, True]
+
+
 def test_problems_that_differ_in_features_share_their_data():
     problems = [PROBLEMS[n] for n in ("plain", "softcap", "sink", "alibi")]
     peaked = dataclasses.replace(PROBLEMS["plain"], data="peaked")
@@ -151,7 +167,7 @@ def test_rows_outgrow_a_shift_that_their_first_keys_set(d):
 # One cell, start to end
 
 
-def small_cell(**bars):
+def small_cell():
     arms = (
         Arm("flash4", PROBLEMS["plain"]),
         Arm("flash4", PROBLEMS["sink"], "sink"),
@@ -187,7 +203,9 @@ def maker(bench, wrong=(), refused=()):
                     out[0, 280, 1] += 1  # beside every slice
                 return lambda: (tick(), out)[1]
 
-        return Made(arm.name, None)
+        made = Made(arm.name, None)
+        made.counts = lambda x: {"redone": 3, "tiles": 4} if arm.name == "flash4 sink" else {}
+        return made
 
     return make
 
@@ -198,6 +216,8 @@ def test_a_feature_cell_from_inputs_to_bars():
     status = {name: r["status"] for name, r in row["contenders"].items()}
     assert status == dict.fromkeys(TIMES, "ok") | {"fa2": "refused"}
     assert list(row["contenders"]) == [arm.name for arm in small_cell().arms]
+    (counted,) = (line for line in features.lines_of(row) if "tiles twice" in line)
+    assert "flash4 sink" in counted and "3 of 4" in counted
 
     def value(bar):
         return features.quotient(row, bar)
@@ -213,6 +233,20 @@ def test_a_feature_cell_from_inputs_to_bars():
     held, text = features.verdict(row, Bar("rate", "flash4", PEER, 1.2))
     assert held and "over fa4 1.250" in text
     assert features.verdict(row, Bar("rate", "flash4", "fa2", 1.0))[1].startswith("no figure")
+
+
+def test_a_counter_that_fails_costs_no_measurement():
+    bench = fake_bench()
+    make = maker(bench)
+
+    def failing(arm):
+        made = make(arm)
+        made.counts = lambda x: 1 / 0
+        return made
+
+    row = features.measure_feature_cell(small_cell(), bench, failing)
+    assert all(r["status"] == "ok" and r["median_us"] for r in row["contenders"].values())
+    assert "not counted: ZeroDivisionError" in features.lines_of(row)[1]
 
 
 def test_what_is_wrong_beside_every_slice_is_found_against_a_peer():
