@@ -6,17 +6,27 @@ import gc
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from bench import provenance
 from bench.baselines import PEERS, Contender, Inputs, make_inputs
 from bench.check import mismatches
-from bench.protocol import DeviceLost, Entry, describe, input_sets, is_alive, measure
+from bench.protocol import (
+    CudaDevice,
+    DeviceLost,
+    Entry,
+    Measurement,
+    describe,
+    input_sets,
+    is_alive,
+    measure,
+)
 from bench.shapes import Cell
-from bench.telemetry import Telemetry
+from bench.telemetry import Telemetry, open_telemetry
 
 
 @dataclass
@@ -30,6 +40,14 @@ class Bench:
     seed: int = 0
     telemetry: Telemetry | None = None
     torch_device: str = "cuda"
+
+
+def bench_here(direction: str, budget_s: float, seed: int | None = None) -> Bench:
+    """Return a bench on the current GPU, with its log of clocks; a seed of None comes from the time."""
+    torch.cuda.init()
+    l2_bytes, telemetry = provenance.gpu()["l2_bytes"], open_telemetry(provenance.gpu_uuid())
+    seed = int(time.time()) if seed is None else seed
+    return Bench(CudaDevice(), l2_bytes, direction, budget_s, seed, telemetry)
 
 
 def _poison(cell: Cell, device: str) -> None:
@@ -52,7 +70,7 @@ def _first_call(
     return entry, contender.results(raw, bench.direction)
 
 
-def _enter(
+def enter(
     contender: Contender, cell: Cell, inputs: list[Inputs], bench: Bench
 ) -> tuple[dict[str, Any], Entry | None, tuple[torch.Tensor, ...]]:
     """Make one contender's record; its entry is None if it cannot take part."""
@@ -75,6 +93,19 @@ def _enter(
     return {"status": "ok", "first_call_s": first_call_s}, entry, results
 
 
+def record_times(
+    found: Measurement, records: dict[str, dict[str, Any]], flops: Mapping[str, int]
+) -> None:
+    """Write what `measure` found into the contenders' records, with rates from their operations."""
+    for name, timing in found.timings.items():
+        summary = timing.summary()
+        records[name].update(summary)
+        if timing.error is not None:
+            records[name].update(status="failed", error=timing.error)
+        elif summary["launches"]:
+            records[name]["tflops"] = float(f"{flops[name] / summary['median_us'] / 1e6:.5g}")
+
+
 def measure_cell(cell: Cell, contenders: Sequence[Contender], bench: Bench) -> dict[str, Any]:
     """Check and time all contenders on one cell.
 
@@ -91,7 +122,7 @@ def measure_cell(cell: Cell, contenders: Sequence[Contender], bench: Bench) -> d
     entries: dict[str, Entry] = {}
     results: dict[str, tuple[torch.Tensor, ...]] = {}
     for contender in contenders:
-        record, entry, tensors = _enter(contender, cell, inputs, bench)
+        record, entry, tensors = enter(contender, cell, inputs, bench)
         records[contender.name] = record
         if entry is not None:
             entries[contender.name], results[contender.name] = entry, tensors
@@ -103,13 +134,7 @@ def measure_cell(cell: Cell, contenders: Sequence[Contender], bench: Bench) -> d
     del results, ordered
     found = measure(list(entries.values()), bench.device, bench.budget_s)
     flops = cell.flops(bench.direction)
-    for name, timing in found.timings.items():
-        summary = timing.summary()
-        records[name].update(summary)
-        if timing.error is not None:
-            records[name].update(status="failed", error=timing.error)
-        elif summary["launches"]:
-            records[name]["tflops"] = float(f"{flops / summary['median_us'] / 1e6:.5g}")
+    record_times(found, records, dict.fromkeys(entries, flops))
     clocks = bench.telemetry.window(found.started, found.ended) if bench.telemetry else {}
     if bench.direction == "backward":
         # A peer's autograd node may hold its tensors in a cycle, which only the collector frees.

@@ -10,15 +10,14 @@ before and after on the GPU itself.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import statistics
 import time
-from collections import defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from bench import provenance
+from bench.ncu import launches
 from bench.shapes import Cell
 
 TOKENS = 16384
@@ -99,10 +98,7 @@ def run_calls(cells=CELLS) -> None:
 
 def merge(record: dict, csv_text: str) -> None:
     """Add SM cycles and instructions of each cell's second call from ncu's CSV of ``--calls``."""
-    lines = [line for line in csv_text.splitlines() if line.startswith('"')]
-    calls = defaultdict(dict)
-    for row in csv.DictReader(lines):
-        calls[int(row["ID"])][row["Metric Name"]] = float(row["Metric Value"].replace(",", ""))
+    calls = launches(csv_text)
     for i, row in enumerate(record["cells"]):
         found = calls[2 * i + 1]
         row["cycles"] = round(found["sm__cycles_elapsed.max"])

@@ -173,6 +173,16 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(body)
 
 
+def row_faults(row: dict[str, Any], cell: str) -> list[str]:
+    """Return what went wrong on a cell: wrong results, breakdowns, and flash4 unable to run."""
+    bad = []
+    for name, record in row["contenders"].items():
+        status = record.get("status")
+        if status in _FAULTS or (name.split(" ")[0] == SUBJECT and status != "ok"):
+            bad.append(f"{cell}: {name} {status}: {record.get('error')}")
+    return bad
+
+
 def verdicts(
     results: dict[str, Any], min_geomean: float | None = None, min_worst: float | None = None
 ) -> list[str]:
@@ -185,10 +195,7 @@ def verdicts(
     """
     bad = [f"stopped: {results['fatal']}"] if results.get("fatal") else []
     for row in results["cells"]:
-        for name, record in row["contenders"].items():
-            status = record.get("status")
-            if status in _FAULTS or (name == SUBJECT and status != "ok"):
-                bad.append(f"{row['cell']}: {name} {status}: {record.get('error')}")
+        bad += row_faults(row, row["cell"])
     if min_geomean is None and min_worst is None:
         return bad
     found = ratios(results)

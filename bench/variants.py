@@ -11,16 +11,12 @@ where `launch(config, q, k, v)` runs one configuration and returns its output.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
-from bench import provenance
 from bench.baselines import CONTENDERS, FromCallable
-from bench.core import Bench, measure_cell
-from bench.protocol import CudaDevice
+from bench.core import Bench, bench_here, measure_cell
 from bench.shapes import Cell
-from bench.telemetry import open_telemetry
 
 Factory = Callable[..., Callable[[], Any]]
 SECONDS_PER_CONTENDER = 0.3
@@ -57,7 +53,7 @@ def compare(
     if len(set(names)) != len(names):
         raise ValueError(f"names of contenders repeat: {names}")
     if bench is None:
-        bench = _bench_here(direction, budget_s or SECONDS_PER_CONTENDER * len(names))
+        bench = bench_here(direction, budget_s or SECONDS_PER_CONTENDER * len(names))
         try:
             row = measure_cell(cell, contenders, bench)
         finally:
@@ -121,10 +117,3 @@ def format_table(row: dict[str, Any], records: list[dict[str, Any]]) -> str:
         )
     lines += [f"  {r['name']:44} {r['status']}: {r['error']}" for r in records if r not in timed]
     return "\n".join(lines)
-
-
-def _bench_here(direction: str, budget_s: float) -> Bench:
-    """Return a bench on the current GPU."""
-    gpu = provenance.gpu()
-    seed, telemetry = int(time.time()), open_telemetry(provenance.gpu_uuid())
-    return Bench(CudaDevice(), gpu["l2_bytes"], direction, budget_s, seed, telemetry)

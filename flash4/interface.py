@@ -3,6 +3,7 @@
 import inspect
 import math
 import operator
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +22,7 @@ from flash4.problem import (
     check_tensors,
 )
 
-__all__ = ["explain", "flash_attn_func", "flash_attn_varlen_func"]
+__all__ = ["Redone", "explain", "flash_attn_func", "flash_attn_varlen_func", "redone_tiles"]
 
 # Keywords that are not built yet: accepted only with these values, which ask for nothing.
 _NEUTRAL = {
@@ -254,13 +255,22 @@ def _forward_into(out, q, k, v, options: CallOptions):
     return lse
 
 
-def _forward(out, q, k, v, keywords: dict):
-    """Check a call and run it; returns (out, lse)."""
-    options = _options(q, k, v, keywords)
+def _check_device(q):
+    """Check that q is on a GPU.
+
+    Raises:
+        ValueError: it is not.
+    """
     if not q.is_cuda:
         raise ValueError(
             f"q, k and v must be on a CUDA device, got {q.device}; flash4.reference runs anywhere"
         )
+
+
+def _forward(out, q, k, v, keywords: dict):
+    """Check a call and run it; returns (out, lse)."""
+    options = _options(q, k, v, keywords)
+    _check_device(q)
     if out is None:
         return ops.forward(q, k, v, *options)
     return out, _forward_into(out, q, k, v, options)
@@ -442,3 +452,41 @@ def explain(q, k, v, *, arch=None, **keywords) -> Plan:
     else:
         arch, workers = arch or "sm_90a", MULTIPROCESSORS
     return ops.plan_call(q, k, v, options, arch, workers)
+
+
+class Redone(NamedTuple):
+    """What ``redone_tiles`` found.
+
+    Attributes:
+        redone: tiles that were worked on twice.
+        tiles: tiles of the call; of sequences of different lengths about as many.
+    """
+
+    redone: int
+    tiles: int
+
+
+def redone_tiles(q, k, v, **keywords) -> Redone:
+    """Run a call and count the tiles of its output that were worked on twice, by a kernel compiled for that.
+
+    Where the plan says that blocks without a mask keep a fixed softmax shift, a tile with a row that outgrows it is
+    worked on again, and so may be others of the same worker, since marks are few. All other kernels never do.
+    The call waits for the GPU, and its result is dropped: this is to find out why inputs are slow.
+
+    Args:
+        q: as in ``flash_attn_func`` or ``flash_attn_varlen_func``.
+        k: as in ``flash_attn_func``.
+        v: as in ``flash_attn_func``.
+        keywords: as there.
+
+    Returns:
+        The counts.
+
+    Raises:
+        TypeError: a keyword that neither has.
+        ValueError: as in ``flash_attn_func``.
+        NotImplementedError: as in ``flash_attn_func``.
+    """
+    options = options_of(q, k, v, **keywords)
+    _check_device(q)
+    return Redone(*ops.count_redone(q, k, v, options))

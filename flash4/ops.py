@@ -12,6 +12,7 @@ from flash4.problem import LENGTHS, AttentionProblem, CallOptions, check_call, p
 
 ALIGNMENT = 16  # bytes; of addresses and strides that TMA takes
 MAX_LAUNCHES = 8_192
+REDONE = "redone"  # name of the counter among a kernel's optional tensors
 
 
 @dataclass(frozen=True)
@@ -116,15 +117,19 @@ def _launch_for(q, k, v, options: CallOptions) -> Launch | None:
     launch = None
     if not problem.is_empty:
         arch, workers = device_facts(q.device.index)
-        plan = plan_forward(problem, arch, workers)
-        with torch.cuda.device(q.device):
-            function = CACHE.get(plan.kernel, plan.config, plan.arch)
-        config = plan.config
-        launch = Launch(function, plan.section, workers, config.numbers, config.optional_tensors)
+        launch = _launch_of(plan_forward(problem, arch, workers), q.device, workers)
     if len(_launches) >= MAX_LAUNCHES:
         _launches.clear()
     _launches[key] = launch
     return launch
+
+
+def _launch_of(plan: Plan, device, workers: int) -> Launch:
+    """What a plan's kernel, compiled here if it must be, needs at run time."""
+    config = plan.config
+    with torch.cuda.device(device):
+        function = CACHE.get(plan.kernel, config, plan.arch)
+    return Launch(function, plan.section, workers, config.numbers, config.optional_tensors)
 
 
 def _numbers(names: tuple[str, ...], options: CallOptions, scale: float) -> tuple:
@@ -186,7 +191,14 @@ def run_forward(q, k, v, out, options: CallOptions):
     if launch is None:
         fill_without_keys(out, lse, options)
         return lse
-    result, batch = lse, options.batch(q)
+    _run(launch, (q, k, v, out, lse), options)
+    return lse
+
+
+def _run(launch: Launch, tensors, options: CallOptions, redone=None):
+    """Launch a kernel on q, k, v, out and lse, and the counter of what it works on again if it has one."""
+    q, k, v, out, lse = tensors
+    batch = options.batch(q)
     q, scale = positive_scale(q, options.softmax_scale)
     if q.ndim == 3:  # packed sequences: a batch of one to the kernel
         q, out, lse = q[None], out[None], lse[None]
@@ -195,14 +207,31 @@ def run_forward(q, k, v, out, options: CallOptions):
     if options.cu_seqlens_k is not None or options.seqused_k is not None:
         v = whole_rows(v)
     tensors = (addressable(q), addressable(k), addressable(v), addressable_out(out), lse)
-    tensors += tuple(_optional_tensor(name, options, batch) for name in launch.tensors)
+    tensors += tuple(
+        redone if name == REDONE else _optional_tensor(name, options, batch)
+        for name in launch.tensors
+    )
     numbers = _numbers(launch.numbers, options, scale)
     if q.device.index == torch.cuda.current_device():
         launch.function(tensors, numbers, launch.section, launch.workers)
     else:
         with torch.cuda.device(q.device):
             launch.function(tensors, numbers, launch.section, launch.workers)
-    return result
+
+
+def count_redone(q, k, v, options: CallOptions) -> tuple[int, int]:
+    """(tiles worked on again, tiles) of a call; see ``interface.redone_tiles``."""
+    problem = AttentionProblem.of_call(q, k, v, options)
+    if problem.is_empty:
+        return 0, 0
+    arch, workers = device_facts(q.device.index)
+    plan = plan_forward(problem, arch, workers)
+    if plan.config.counted is None:
+        return 0, plan.grid.total
+    launch = _launch_of(replace(plan, config=plan.config.counted), q.device, workers)
+    redone = q.new_zeros(1, dtype=torch.int32)
+    _run(launch, (q, k, v, empty_output(q, v.shape[-1]), empty_lse(q)), options, redone)
+    return int(redone), plan.grid.total
 
 
 def addressable_out(out):

@@ -66,6 +66,7 @@ class Call:
     lse: np.ndarray
     options: CallOptions
     tiles: object
+    redone: np.ndarray  # (1,) tiles worked on again, of all CTAs; where the config counts them
 
     @property
     def ratio(self) -> int:
@@ -308,6 +309,8 @@ class MmaOps:
         o = np.where(empty[:, None], 0, self._o.values * (shrink / total)[:, None])
         query = (query + place.row_q)[exists]
         call.lse[place.batch_q, head[exists], query] = lse[exists]
+        if call.config.counts and tile.again and self._group == 0:
+            call.redone[0] += 1
         trusted = (self._total <= LARGEST_TOTAL) & np.isfinite(self._o.values).all(1)
         if call.config.fixed_shift and not trusted[exists].all():
             self._tiles.mark(tile)
@@ -392,6 +395,7 @@ def forward_machines(config, tensors, options, workers, seed, variation=None):
     workers, section = min(workers, grid.total), 1 + seed % grid.head_count
     out = np.full((batch, seqlen_q, heads, head_dim_v), np.nan, np.float32)
     lse = np.full((batch, heads, seqlen_q), np.nan, np.float32)
+    redone = np.zeros(1, np.int32)
     q, _ = positive_scale(q, options.softmax_scale)
     sides = (side if side >= 0 else None for side in (options.window_left, options.window_right))
     blocks = config.blocks(*sides)
@@ -407,7 +411,7 @@ def forward_machines(config, tensors, options, workers, seed, variation=None):
             TileSchedule(blocks, grid, section, worker, workers, *rows) for worker in range(workers)
         ]
     for worker, tiles in enumerate(schedules):
-        call = Call(config, q, k, v, out, lse, options, tiles)
+        call = Call(config, q, k, v, out, lse, options, tiles, redone)
         machine = Machine(seed + worker, variation.strict)
         _fill_cta(machine, call, variation)
         yield machine, call

@@ -107,6 +107,11 @@ class ForwardConfig:
         return ("scale",)
 
     @property
+    def counted(self):
+        """None: there is no config that counts tiles worked on twice, since none are."""
+        return None
+
+    @property
     def optional_tensors(self) -> tuple[str, ...]:
         """Tensors that the launch takes after q, k, v, out and lse."""
         return ()

@@ -59,6 +59,7 @@ class RunTime:
     sink: object  # (H,), float32
     slopes: object  # (B, H), float32
     aux: object  # tuple of tensors that mods read
+    redone: object  # (1,) int32
     sequences: object  # Sequences; None where all are as long as their tensors
     v_rows_of_entry: object  # rows from one batch entry of V to the next, Int32
 
@@ -119,6 +120,7 @@ class ForwardSm90:
             "cu_seqlens_k": vector(Int32, cute.sym_int()),
             "seqused_q": vector(Int32, cute.sym_int()),
             "seqused_k": vector(Int32, cute.sym_int()),
+            "redone": vector(Int32, 1),
         }
         optional |= {f"{AUX}{i}": self._fake_aux(*kind) for i, kind in enumerate(decode_aux(c.aux))}
         tensors += tuple(optional[name] for name in self.config.optional_tensors)
@@ -196,6 +198,7 @@ class ForwardSm90:
             sink=optional.get("sink"),
             slopes=optional.get("alibi_slopes"),
             aux=self._aux(optional),
+            redone=optional.get("redone"),
             sequences=self._sequences(q, k, optional) if c.varlen else None,
             v_rows_of_entry=rows_of_entry(v) if c.v_is_ragged else None,
         )
@@ -409,4 +412,5 @@ class ForwardSm90:
             mSlopes=run_time.slopes,
             aux=run_time.aux,
             slopes=cute.make_rmem_tensor(2, Float32) if c.alibi else None,
+            mRedone=run_time.redone,
         )

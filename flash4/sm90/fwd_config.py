@@ -59,6 +59,7 @@ class ForwardConfig:
         cu_k: the same of keys and values.
         used_q: not all stored queries of a sequence are in use; the others give 0.
         used_k: not all stored keys of a sequence are in use; the others are never seen.
+        counts: tiles that are worked on again are counted in a tensor; for tests and benchmarks.
     """
 
     bf16: bool
@@ -88,6 +89,7 @@ class ForwardConfig:
     cu_k: bool = False
     used_q: bool = False
     used_k: bool = False
+    counts: bool = False
 
     def __post_init__(self):
         if self.tile_m % MMA_ROWS or not 1 <= self.mma_warpgroups <= 4:
@@ -110,6 +112,8 @@ class ForwardConfig:
             raise ValueError(
                 "fixed_shift needs sequences of one length, and no mods: each row sees a masked key"
             )
+        if self.counts and not self.fixed_shift:
+            raise ValueError("counts needs fixed_shift: without it no tile is worked on again")
         if self.o_parts > 1 and self.o_borrows_q:
             raise ValueError(f"o_parts is {self.o_parts}; 1 is supported where O borrows Q")
         if not 0 <= self.settle <= 64:
@@ -147,6 +151,11 @@ class ForwardConfig:
         return self.cu_k or self.used_k
 
     @property
+    def counted(self):
+        """The config that counts the tiles that this one works on again; None if there are never any."""
+        return replace(self, counts=True) if self.fixed_shift else None
+
+    @property
     def tile_q(self) -> int:
         """Queries per tile."""
         return self.tile_m // self.pack
@@ -176,6 +185,7 @@ class ForwardConfig:
             "cu_seqlens_k": self.cu_k,
             "seqused_q": self.used_q,
             "seqused_k": self.used_k,
+            "redone": self.counts,
         }
         aux = (f"{AUX}{i}" for i in range(len(decode_aux(self.aux))))
         return (*(name for name, present in given.items() if present), *aux)

@@ -324,6 +324,7 @@ class MmaOps:
     mSlopes: object  # (B, H) float32, or None
     slopes: object  # of this thread's two rows, or None
     aux: object  # tuple of tensors that mods read, or None
+    mRedone: object  # (1,) int32, tiles that were worked on again, or None
 
     @property
     def o_borrows_q(self):
@@ -526,6 +527,14 @@ class MmaOps:
         place = self.tiles.place(tile)
         self._finish_rows(tile, place)
         self._store_o(tile, place)
+        if self.config.counts:
+            self._count(tile)
+
+    @cute.jit
+    def _count(self, tile):
+        """Count a tile that is worked on again, once for all its warpgroups."""
+        if (tile.again == 1) & (self.warpgroup == 0) & (self.thread == 0):
+            cute.arch.atomic_add(self.mRedone.iterator, Int32(1))
 
     @cute.jit
     def _finish_rows(self, tile, place):

@@ -85,3 +85,20 @@ def test_nan_stays_in_its_row():
     out = flash4.flash_attn_func(q, k, v)
     bad = out.isnan().any(-1)[0]
     assert bad[100, 1] and bad.sum() == 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_counter_says_which_inputs_are_worked_on_twice(head_dim, causal):
+    """No tile of random inputs, all of a ramp (but the first, which a causal mask cuts everywhere), one of one row."""
+    q, k, v = draw(head_dim, 2048, heads=8)
+    redone, tiles = flash4.redone_tiles(q, k, v, causal=causal)
+    assert redone == 0 and tiles >= 2048 * 8 // 256
+    row = q.clone()
+    row[0, 2000, 5] = k[0, 5, 5] * 40
+    assert flash4.redone_tiles(row, k, v, causal=causal).redone == 1
+    steep = k.clone()
+    steep[..., 0] = torch.linspace(3000, 0, 2048, device=DEVICE)[None, :, None]
+    q[..., 0] = 16.0
+    redone, tiles = flash4.redone_tiles(q, steep, v, causal=causal)
+    assert redone == tiles or causal and tiles > redone >= tiles - 8
