@@ -1,0 +1,210 @@
+"""Search configs of the Hopper forward on a GPU: `python -m bench.tune`.
+
+For every cell it times candidates around the config that dispatch chooses, interleaved with the peers, prints them sorted
+by time, and writes a record with all of them and the fastest of each class: the evidence for `choose_tile`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import fields, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from bench import provenance, report
+from bench.shapes import Cell, select
+from flash4.dispatch import choose_section
+from flash4.problem import AttentionProblem
+from flash4.sm90.fwd_config import ForwardConfig, choose_config, spend_memory
+
+KERNEL, ARCH = "flash4.sm90.fwd:ForwardSm90", "sm_90a"
+CELLS = (
+    "d64-full-s16384-b1-h32,d64-full-s1024-b16-h32,d64-causal-s4096-b4-h32,d64-causal-s512-b32-h32,"
+    "d128-full-s16384-b1-h16,d128-full-s1024-b16-h16,d128-causal-s8192-b2-h16,d128-causal-s512-b32-h16,"
+    "d256-full-s4096-b4-h8,d256-causal-s4096-b4-h8,d192x128-causal-s8192-b2-h16"
+)
+# Changes to the chosen config, by the wider head dim of its tile. What does not fit is left out.
+TILES = {
+    64: (
+        {"tile_m": 192, "tile_n": 128, "stages": 2},
+        {"tile_m": 192, "tile_n": 96, "stages": 3},
+        {"tile_m": 256, "tile_n": 80, "stages": 3},
+        {"tile_m": 256, "tile_n": 64, "stages": 4},
+    ),
+    128: (
+        {"tile_m": 128, "tile_n": 128, "stages": 2},
+        {"tile_m": 192, "tile_n": 64, "stages": 3},
+        {"tile_m": 192, "tile_n": 80, "stages": 2},
+        {"tile_m": 192, "tile_n": 96, "stages": 2},
+        {"tile_m": 128, "tile_n": 64, "stages": 4},
+    ),
+    192: (
+        {"tile_m": 128, "tile_n": 128, "stages": 2},
+        {"tile_m": 128, "tile_n": 112, "stages": 2},
+        {"tile_m": 128, "tile_n": 96, "stages": 2},
+    ),
+    256: ({"tile_m": 128, "tile_n": 64, "stages": 2}, {"tile_m": 128, "tile_n": 80, "stages": 2}),
+}
+SETTLES = {64: (0, 8), 128: (0, 12), 192: (8, 16), 256: (8, 16)}
+
+
+def problem_of(cell: Cell) -> AttentionProblem:
+    """The facts of a cell's call, bfloat16."""
+    import torch
+
+    return AttentionProblem(
+        torch.bfloat16, cell.batch, cell.seqlen, cell.seqlen, cell.heads_q, cell.heads_kv, cell.d, cell.dv,
+        cell.causal,
+    )  # fmt: skip
+
+
+def candidates(cell: Cell) -> list[ForwardConfig]:
+    """Configs to compare on a cell, the chosen one first; each once, and only what fits."""
+    chosen = choose_config(problem_of(cell))[0]
+    wide = max(chosen.tile_d, chosen.tile_dv)
+    found = {chosen: None}
+    plain = replace(chosen, skip=False, turns=False, q_stages=1, o_parts=1)
+    for tile in TILES[wide]:
+        shorter = tile["tile_n"] < tile["tile_m"]  # some warpgroups pass over a tile's last blocks
+        for settle in SETTLES[wide]:
+            for change in (
+                {"skip": cell.causal and shorter},
+                {"skip": False, "turns": not (cell.causal and shorter)},
+                {"skip": cell.causal and shorter, "fixed_shift": not chosen.fixed_shift},
+            ):
+                try:
+                    config = replace(plain, **tile, settle=settle, **change)
+                    config = spend_memory(config)[0]
+                except ValueError:  # not a config; those that are tried need not all be
+                    continue
+                if config.fits:
+                    found[config] = None
+    return list(found)
+
+
+def label(config: ForwardConfig) -> str:
+    """A config in one word: tile, stages, and what is on."""
+    words = [f"{config.tile_m}x{config.tile_n}", f"s{config.stages}", f"q{config.q_stages}"]
+    words += [f"o{config.o_parts}"] * (config.o_parts > 1)
+    words += [name for name in ("turns", "skip", "fixed_shift") if getattr(config, name)]
+    return "-".join([*words, f"settle{config.settle}"])
+
+
+def compile_one(config: ForwardConfig) -> None:
+    """Put a kernel into the disk cache; runs in a process that never touches the GPU."""
+    from flash4.jit.cache import CACHE
+
+    CACHE.get(KERNEL, config, ARCH)
+
+
+def compile_ahead(configs: Iterable[ForwardConfig], workers: int) -> list[str]:
+    """Compile in parallel; returns an error for each that does not compile."""
+    errors = []
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(compile_one, config): config for config in configs}
+        for future, config in futures.items():
+            try:
+                future.result()
+            except (Exception, BrokenProcessPool) as error:
+                errors.append(f"{label(config)}: {type(error).__name__}: {error}"[:300])
+    return errors
+
+
+def launch(cell: Cell, config: ForwardConfig, q: Any, k: Any, v: Any) -> Any:
+    """Run one config on the tensors of a cell; returns out."""
+    function, section, workers = _launcher(cell, config)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_float32())
+    function((q, k, v, out, lse), (cell.d**-0.5,), section, workers)
+    return out
+
+
+@functools.cache
+def _float32() -> Any:
+    import torch
+
+    return torch.float32
+
+
+@functools.cache
+def _launcher(cell: Cell, config: ForwardConfig) -> tuple[Any, int, int]:
+    """(kernel, heads per section, multiprocessors)."""
+    from flash4.common.tiles import grid_of
+    from flash4.jit.cache import CACHE
+    from flash4.ops import device_facts
+
+    workers, problem = device_facts(0)[1], problem_of(cell)
+    grid = grid_of(problem, config.tile_q, config.pack)
+    section = choose_section(problem, config, grid, workers)
+    return CACHE.get(KERNEL, config, ARCH), section, workers
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    p = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__)
+    p.add_argument("--cells", default=CELLS, help="comma-separated cells and subsets")
+    p.add_argument("--seconds", type=float, default=0.2, help="of timing per candidate and cell")
+    p.add_argument("--workers", type=int, default=os.cpu_count(), help="compiling processes")
+    p.add_argument("--list", action="store_true", help="print the candidates; needs no GPU")
+    p.add_argument("--out", type=Path, help="where to write the JSON record")
+    return p
+
+
+def tune_cell(cell: Cell, seconds: float) -> dict[str, Any]:
+    """Time the candidates of a cell; returns them with their figures, fastest first."""
+    from bench.variants import tune
+
+    configs = candidates(cell)
+    found = tune(
+        cell, configs, functools.partial(launch, cell), label=label, budget_s=seconds * (len(configs) + 2)
+    )  # fmt: skip
+    rows = []
+    for config, record in found:
+        facts = None
+        if config is not None:
+            facts = {f.name: getattr(config, f.name) for f in fields(config)}
+        keep = ("name", "status", "median_us", "p10_us", "p90_us", "spread", "tflops", "error")
+        rows.append({**{k: record[k] for k in keep if k in record}, "config": facts})
+    return {"cell": cell.name, "chosen": label(configs[0]), "candidates": rows}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    args = parser().parse_args(argv)
+    cells = select(args.cells)
+    every = {config: None for cell in cells for config in candidates(cell)}
+    if args.list:
+        for cell in cells:
+            print(cell.name, *map(label, candidates(cell)), sep="\n  ")
+        return 0
+    errors = compile_ahead(every, max(1, min(args.workers, len(every))))
+    for text in errors:
+        print(f"does not compile: {text}", file=sys.stderr)
+    import torch
+
+    torch.cuda.init()
+    started, revision, gpu = provenance.now(), provenance.commit(), provenance.gpu()
+    results = {
+        "started": started, "commit": revision, "versions": provenance.versions(), "gpu": gpu, "errors": errors,
+        "cells": [],
+    }  # fmt: skip
+    out = args.out or provenance.results_path(started, revision, gpu["name"], "tune")
+    for cell in cells:
+        results["cells"].append(tune_cell(cell, args.seconds))
+        report.save(results, out)
+    print(f"written to {out}")
+    for row in results["cells"]:
+        best = next((r for r in row["candidates"] if r["config"] and r["status"] == "ok"), None)
+        print(f"{row['cell']:32} chosen {row['chosen']:44} best {best and best['name']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
