@@ -35,8 +35,8 @@ TILES = {
     64: (
         {"tile_m": 192, "tile_n": 128, "stages": 2},
         {"tile_m": 192, "tile_n": 96, "stages": 3},
-        {"tile_m": 256, "tile_n": 80, "stages": 3},
         {"tile_m": 256, "tile_n": 64, "stages": 4},
+        {"tile_m": 512, "tile_n": 64, "stages": 4, "cluster": 2},
     ),
     128: (
         {"tile_m": 128, "tile_n": 128, "stages": 2},
@@ -44,13 +44,20 @@ TILES = {
         {"tile_m": 192, "tile_n": 80, "stages": 2},
         {"tile_m": 192, "tile_n": 96, "stages": 2},
         {"tile_m": 128, "tile_n": 64, "stages": 4},
+        {"tile_m": 256, "tile_n": 128, "stages": 2, "cluster": 2},
     ),
     192: (
         {"tile_m": 128, "tile_n": 128, "stages": 2},
         {"tile_m": 128, "tile_n": 112, "stages": 2},
-        {"tile_m": 128, "tile_n": 96, "stages": 2},
+        {"tile_m": 256, "tile_n": 128, "stages": 2, "cluster": 2},
+        {"tile_m": 256, "tile_n": 112, "stages": 2, "cluster": 2},
     ),
-    256: ({"tile_m": 128, "tile_n": 64, "stages": 2}, {"tile_m": 128, "tile_n": 80, "stages": 2}),
+    256: (
+        {"tile_m": 128, "tile_n": 64, "stages": 2},
+        {"tile_m": 128, "tile_n": 80, "stages": 2},
+        {"tile_m": 256, "tile_n": 64, "stages": 2, "cluster": 2},
+        {"tile_m": 256, "tile_n": 80, "stages": 2, "cluster": 2},
+    ),
 }
 SETTLES = {64: (0, 8), 128: (0, 12), 192: (8, 16), 256: (8, 16)}
 
@@ -74,11 +81,12 @@ def candidates(cell: Cell) -> list[ForwardConfig]:
     for tile in TILES[wide]:
         shorter = tile["tile_n"] < tile["tile_m"]  # some warpgroups pass over a tile's last blocks
         for settle in SETTLES[wide]:
-            for change in (
-                {"skip": cell.causal and shorter},
-                {"skip": False, "turns": not (cell.causal and shorter)},
-                {"skip": cell.causal and shorter, "fixed_shift": not chosen.fixed_shift},
-            ):
+            changes = [{"skip": cell.causal and shorter}]
+            if wide == 64 and not cell.causal:
+                changes.append({"turns": True})
+            if wide > 128:
+                changes.append({"skip": cell.causal and shorter, "fixed_shift": True})
+            for change in changes:
                 try:
                     config = replace(plain, **tile, settle=settle, **change)
                     config = spend_memory(config)[0]
@@ -93,6 +101,7 @@ def label(config: ForwardConfig) -> str:
     """A config in one word: tile, stages, and what is on."""
     words = [f"{config.tile_m}x{config.tile_n}", f"s{config.stages}", f"q{config.q_stages}"]
     words += [f"o{config.o_parts}"] * (config.o_parts > 1)
+    words += [f"cluster{config.cluster}"] * (config.cluster > 1)
     words += [name for name in ("turns", "skip", "fixed_shift") if getattr(config, name)]
     return "-".join([*words, f"settle{config.settle}"])
 
@@ -152,16 +161,19 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--cells", default=CELLS, help="comma-separated cells and subsets")
     p.add_argument("--seconds", type=float, default=0.2, help="of timing per candidate and cell")
     p.add_argument("--workers", type=int, default=os.cpu_count(), help="compiling processes")
+    p.add_argument(
+        "--only", default="", help="candidates whose label has this, and the chosen ones"
+    )
+    p.add_argument("--without", help="leave out candidates whose label has this")
     p.add_argument("--list", action="store_true", help="print the candidates; needs no GPU")
     p.add_argument("--out", type=Path, help="where to write the JSON record")
     return p
 
 
-def tune_cell(cell: Cell, seconds: float) -> dict[str, Any]:
+def tune_cell(cell: Cell, configs: Sequence[ForwardConfig], seconds: float) -> dict[str, Any]:
     """Time the candidates of a cell; returns them with their figures, fastest first."""
     from bench.variants import tune
 
-    configs = candidates(cell)
     found = tune(
         cell, configs, functools.partial(launch, cell), label=label, budget_s=seconds * (len(configs) + 2)
     )  # fmt: skip
@@ -179,10 +191,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     args = parser().parse_args(argv)
     cells = select(args.cells)
-    every = {config: None for cell in cells for config in candidates(cell)}
+    by_cell = {}
+    for cell in cells:
+        chosen, *others = candidates(cell)
+        kept = [c for c in others if args.only in label(c)]
+        kept = [c for c in kept if not (args.without and args.without in label(c))]
+        by_cell[cell] = [chosen, *kept]
+    every = {config: None for configs in by_cell.values() for config in configs}
     if args.list:
         for cell in cells:
-            print(cell.name, *map(label, candidates(cell)), sep="\n  ")
+            print(cell.name, *map(label, by_cell[cell]), sep="\n  ")
         return 0
     errors = compile_ahead(every, max(1, min(args.workers, len(every))))
     for text in errors:
@@ -197,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     out = args.out or provenance.results_path(started, revision, gpu["name"], "tune")
     for cell in cells:
-        results["cells"].append(tune_cell(cell, args.seconds))
+        results["cells"].append(tune_cell(cell, by_cell[cell], args.seconds))
         report.save(results, out)
     print(f"written to {out}")
     for row in results["cells"]:

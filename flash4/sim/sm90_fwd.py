@@ -400,6 +400,8 @@ def forward_machines(config, tensors, options, workers, seed, variation=None):
     sides = (side if side >= 0 else None for side in (options.window_left, options.window_right))
     blocks = config.blocks(*sides)
     check_graph(config.graph, SMEM_LIMIT)
+    if config.cluster > 1:
+        raise NotImplementedError("CTAs that share tiles are not simulated yet; cluster=1 is")
     if config.varlen:
         lengths = (None if x is None else [int(n) for n in x] for x in options.lengths)
         sequences = Sequences(options.batch(q), seqlen_q, seqlen_k, *lengths)

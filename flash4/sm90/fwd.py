@@ -24,7 +24,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from flash4.common.graph import WARPGROUP
+from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.mods import AUX, decode_aux
 from flash4.common.numerics import LOG2E, opaque
 from flash4.common.shares import find_share
@@ -156,14 +156,19 @@ class ForwardSm90:
         mma_qk, mma_pv = self._tiled_mmas()
         layouts = self._smem_layouts()
         load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        load_for_all = cpasync.CopyBulkTensorTileG2SMulticastOp() if c.cluster > 1 else load
 
         def operand(op, tensor, layout, tiler):
             atom, coords = cpasync.make_tiled_tma_atom(
-                op, tensor, cute.slice_(layout, (None, None, 0)), tiler
+                op,
+                tensor,
+                cute.slice_(layout, (None, None, 0)),
+                tiler,
+                c.cluster if op is load_for_all else 1,
             )
             return Operand(atom, coords)
 
-        q_rows, o_rows = (c.pack, c.tile_q), (c.pack, MMA_ROWS // c.pack)
+        q_rows, o_rows = (c.pack, c.cta_rows // c.pack), (c.pack, MMA_ROWS // c.pack)
         operands = (
             operand(
                 load,
@@ -171,8 +176,8 @@ class ForwardSm90:
                 layouts[0],
                 (q_rows, c.tile_d),
             ),
-            operand(load, permuted_view(k, [1, 3, 2, 0]), layouts[1], (c.tile_n, c.tile_d)),
-            operand(load, self._values_view(v), layouts[2], (c.tile_dv, c.tile_n)),
+            operand(load_for_all, permuted_view(k, [1, 3, 2, 0]), layouts[1], (c.tile_n, c.tile_d)),
+            operand(load_for_all, self._values_view(v), layouts[2], (c.tile_dv, c.tile_n)),
             operand(
                 save, self._rows_view(o, heads_kv), layouts[3], (o_rows, c.tile_dv // c.o_parts)
             ),
@@ -205,7 +210,8 @@ class ForwardSm90:
         self.kernel(
             (mma_qk, mma_pv), operands, run_time, grid, section, (q.shape[1], k.shape[1])
         ).launch(
-            grid=(cutlass.min(total, workers), 1, 1),
+            grid=(cutlass.min(total, workers // c.cluster) * c.cluster, 1, 1),
+            cluster=(c.cluster, 1, 1),
             block=(self.graph.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -258,13 +264,13 @@ class ForwardSm90:
         return mma_qk, mma_pv
 
     def _smem_layouts(self):
-        """Swizzled layouts of Q (tile_m, tile_d, q_stages), K (tile_n, tile_d, stages), V (tile_dv, tile_n, stages), O."""
+        """Swizzled layouts of Q (cta_rows, tile_d, q_stages), K (tile_n, tile_d, stages), V (tile_dv, tile_n, stages), O."""
         c, dtype = self.config, element(self.config)
         row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         return (
-            hopper.make_smem_layout_a(row, (c.tile_m, c.tile_n, c.tile_d), dtype, c.q_stages),
-            hopper.make_smem_layout_b(row, (c.tile_m, c.tile_n, c.tile_d), dtype, c.stages),
-            hopper.make_smem_layout_b(column, (c.tile_m, c.tile_dv, c.tile_n), dtype, c.stages),
+            hopper.make_smem_layout_a(row, (c.cta_rows, c.tile_n, c.tile_d), dtype, c.q_stages),
+            hopper.make_smem_layout_b(row, (c.cta_rows, c.tile_n, c.tile_d), dtype, c.stages),
+            hopper.make_smem_layout_b(column, (c.cta_rows, c.tile_dv, c.tile_n), dtype, c.stages),
             hopper.make_smem_layout_epi(
                 dtype, row, (MMA_ROWS, c.tile_dv // c.o_parts), c.mma_warpgroups
             ),
@@ -285,6 +291,8 @@ class ForwardSm90:
         thread, _, _ = cute.arch.thread_idx()
         worker, _, _ = cute.arch.block_idx()
         workers, _, _ = cute.arch.grid_dim()
+        worker, workers = worker // c.cluster, workers // c.cluster
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if c.cluster > 1 else 0
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         if warp == 0:
@@ -307,6 +315,9 @@ class ForwardSm90:
         v_producer, v_consumer = self._open_ring(smem, "v", lane)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        if cutlass.const_expr(c.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
         blocks = c.blocks(run_time.left, run_time.right)
         if cutlass.const_expr(c.varlen):
@@ -325,17 +336,23 @@ class ForwardSm90:
         if group == 0:
             cute.arch.setmaxregister_decrease(load.registers)
             if warp == 0:
-                ops = self._load_ops(operands, run_time, tiles, (sQ, sK, sV))
+                ops = self._load_ops(operands, run_time, tiles, (sQ, sK, sV), rank)
                 self.roles.load(ops, tiles, q_producer, k_producer, v_producer)
+                if cutlass.const_expr(c.cluster > 1):
+                    cute.arch.cluster_arrive()
+                    cute.arch.cluster_wait()
         else:
             cute.arch.setmaxregister_increase(mma.registers)
             mine = group - mma.warpgroups.start
             smem_tensors = (sQ, sK, sV, sO[None, None, mine])
             ops = self._mma_ops(
-                mmas, smem_tensors, operands[3], run_time, mma_tiles, (thread % WARPGROUP, mine)
+                mmas, smem_tensors, operands[3], run_time, mma_tiles, (thread % WARPGROUP, mine, rank)
             )
             turn = Turn(mine, c.mma_warpgroups, c.turns and c.mma_warpgroups > 1)
             self.roles.mma(ops, mma_tiles, q_consumer, k_consumer, v_consumer, turn)
+            if cutlass.const_expr(c.cluster > 1):
+                cute.arch.cluster_arrive()
+                cute.arch.cluster_wait()
 
     def _allocate(self, smem):
         """Pointers to the shared memory of each buffer that has its own, by the graph's map."""
@@ -356,26 +373,31 @@ class ForwardSm90:
     def _open_ring(self, smem, name, lane):
         """Barriers and the producer and consumer ends of the graph's ring ``name``."""
         ring = self.graph.ring(name)
-        return pipeline.PipelineTmaAsync.create(
+        shared = self.config.cluster if name != "q" else 1
+        ring_ends = pipeline.PipelineTmaAsync.create(
             barrier_storage=smem.allocate_array(cutlass.Int64, 2 * ring.stages),
             num_stages=ring.stages,
             producer_group=pipeline.CooperativeGroup(
                 pipeline.Agent.Thread, ring.producer.active_warps
             ),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, ring.consumer_arrivals),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, ring.consumer_arrivals * shared),
             tx_count=ring.stage_bytes,
-            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            cta_layout_vmnk=cute.make_layout((1, shared, 1, 1)),
             tidx=lane,
+            mcast_mode_mn=(0, 1),
             defer_sync=True,
-        ).make_participants()
+        )
+        if self.config.cluster > 1 and shared == 1:
+            ring_ends = replace(ring_ends, is_signaling_thread=lane % WARP == 0)
+        return ring_ends.make_participants()
 
-    def _load_ops(self, operands, run_time, tiles, smem_tensors):
+    def _load_ops(self, operands, run_time, tiles, smem_tensors, rank):
         """Verbs of the ``load`` role."""
         c = self.config
         schedule = tiles if c.varlen else tiles.schedule
         heads_per_kv = run_time.lse.shape[1] // schedule.grid.heads_kv
         return LoadOps(
-            c, schedule, *operands[:3], heads_per_kv, run_time.v_rows_of_entry, *smem_tensors
+            c, schedule, *operands[:3], heads_per_kv, run_time.v_rows_of_entry, *smem_tensors, rank
         )
 
     def _mma_ops(self, mmas, smem_tensors, o, run_time, tiles, place):
@@ -383,7 +405,7 @@ class ForwardSm90:
         c = self.config
         mma_qk, mma_pv = mmas
         sQ, sK, sV, sO = smem_tensors
-        thread, warpgroup_index = place
+        thread, warpgroup_index, rank = place
         scale_log2 = Float32(LOG2E) if c.natural else run_time.scale_log2
         thr_qk = mma_qk.get_slice(warpgroup_index * WARPGROUP)
         thr_pv = mma_pv.get_slice(warpgroup_index * WARPGROUP)
@@ -404,7 +426,7 @@ class ForwardSm90:
             scale_log2=scale_log2,
             inv_scale_log2=Float32(1 / LOG2E) if c.natural else cute.arch.rcp_approx(scale_log2),
             thread=thread,
-            warpgroup=warpgroup_index,
+            warpgroup=warpgroup_index + rank * c.mma_warpgroups,
             o=o,
             sO=sO,
             mLSE=run_time.lse,

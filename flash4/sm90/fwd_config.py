@@ -42,6 +42,8 @@ class ForwardConfig:
         q_stages: slots of Q: with two, the next tile's Q is on its way while this one is worked on.
         o_parts: O is stored in so many parts, by columns, one after the other through the same shared memory.
         turns: warpgroups take turns at issuing MMAs.
+        cluster: CTAs that work on one tile, each on its part of the rows. Each loads its part of every block of K and V
+            and multicasts it to all of them.
         skip: a warpgroup passes over the blocks that none of its own 64 rows sees (causal, blocks shorter than the
             tile). Warpgroups then run different numbers of blocks, which taking turns forbids.
         settle: exponentials (of 64) that must be computed before the wait for P V; steers ptxas.
@@ -90,8 +92,13 @@ class ForwardConfig:
     used_q: bool = False
     used_k: bool = False
     counts: bool = False
+    cluster: int = 1
 
     def __post_init__(self):
+        if self.cluster not in (1, 2) or self.tile_m % (MMA_ROWS * self.cluster):
+            raise ValueError(
+                f"cluster is {self.cluster} with tile_m {self.tile_m}; supported are 1, and 2 for multiples of 128"
+            )
         if self.tile_m % MMA_ROWS or not 1 <= self.mma_warpgroups <= 4:
             raise ValueError(f"tile_m is {self.tile_m}; supported are 64, 128, 192 and 256")
         if self.tile_n % KEY_STEP or self.tile_n <= 0:
@@ -112,6 +119,10 @@ class ForwardConfig:
             raise ValueError(
                 "fixed_shift needs sequences of one length, and no mods: each row sees a masked key"
             )
+        if self.cluster > 1 and (self.fixed_shift or self.varlen):
+            raise ValueError(
+                "cluster needs sequences of one length, and no fixed_shift: marks and shares are of one CTA"
+            )
         if self.counts and not self.fixed_shift:
             raise ValueError("counts needs fixed_shift: without it no tile is worked on again")
         if self.o_parts > 1 and self.o_borrows_q:
@@ -127,8 +138,18 @@ class ForwardConfig:
 
     @property
     def mma_warpgroups(self) -> int:
-        """Warpgroups of the ``mma`` role."""
+        """Warpgroups of the ``mma`` role of one CTA."""
+        return self.tile_warpgroups // self.cluster
+
+    @property
+    def tile_warpgroups(self) -> int:
+        """Warpgroups that share a tile."""
         return self.tile_m // MMA_ROWS
+
+    @property
+    def cta_rows(self) -> int:
+        """Rows of a tile that one CTA works on."""
+        return self.tile_m // self.cluster
 
     @property
     def varlen(self) -> bool:
@@ -225,7 +246,7 @@ class ForwardConfig:
             begin = cut
         if not self.left:
             return (*found, *self._unmasked_phases(tile, begin, tile.n_blocks))
-        last = warpgroup if self.skip else self.mma_warpgroups - 1
+        last = warpgroup if self.skip else self.tile_warpgroups - 1
         query = self.first_query(tile, last) + MMA_ROWS // self.pack - 1
         cut = imin(imax(end - blocks.unmasked_from(query, *lengths), begin), tile.n_blocks)
         unmasked = self._unmasked_phases(tile, begin, cut)
@@ -239,8 +260,8 @@ class ForwardConfig:
 
     @property
     def q_bytes(self) -> int:
-        """Bytes of one Q tile."""
-        return self.tile_m * self.tile_d * ELEMENT_BYTES
+        """Bytes of a CTA's rows of a Q tile."""
+        return self.cta_rows * self.tile_d * ELEMENT_BYTES
 
     @property
     def k_bytes(self) -> int:
@@ -254,8 +275,8 @@ class ForwardConfig:
 
     @property
     def o_bytes(self) -> int:
-        """Bytes of one part of an O tile."""
-        return self.tile_m * self.tile_dv // self.o_parts * ELEMENT_BYTES
+        """Bytes of one part of a CTA's rows of an O tile."""
+        return self.cta_rows * self.tile_dv // self.o_parts * ELEMENT_BYTES
 
     @property
     def o_borrows_q(self) -> bool:

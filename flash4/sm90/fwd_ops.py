@@ -138,11 +138,12 @@ class LoadOps:
     sQ: cute.Tensor  # (tile_m, tile_d, q_stages)
     sK: cute.Tensor  # (tile_n, tile_d, stages)
     sV: cute.Tensor  # (tile_dv, tile_n, stages)
+    rank: object  # of this CTA among those that share tiles
 
     def load_q(self, tile, slot):
         """Fill a Q slot with the tile's queries; rows past the sequence become zero."""
         c = self.config
-        tiler = ((c.pack, c.tile_q), c.tile_d)
+        tiler = ((c.pack, c.cta_rows // c.pack), c.tile_d)
         place, group = self.tiles.place(tile), None
         if c.cu_q:  # a warp's rows decide together when shifts move: not for the next sequence's
             seqlen = self.tiles.lengths(tile)[0]
@@ -151,7 +152,7 @@ class LoadOps:
             mQ, group = cute.domain_offset(((head, WRAP - seqlen), 0), mQ), 0
         else:
             mQ, group = self.q.tensor[None, None, place.head_kv, place.batch_q], place.group
-        gQ = cute.local_tile(mQ, tiler, ((group, tile.m_block), 0))
+        gQ = cute.local_tile(mQ, tiler, ((group, tile.m_block * c.cluster + self.rank), 0))
         tma_load(self.q.atom, gQ, self.sQ, slot)
 
     def load_k(self, tile, n_block, slot):
@@ -161,7 +162,7 @@ class LoadOps:
         if c.cu_k:  # keys after the sequence are masked
             mK = cute.domain_offset((place.row_k, 0), mK)
         gK = cute.local_tile(mK, (c.tile_n, c.tile_d), (tile.first_block + n_block, 0))
-        tma_load(self.k.atom, gK, self.sK, slot)
+        tma_load(self.k.atom, gK, self.sK, slot, (self.rank, c.cluster))
 
     def load_v(self, tile, n_block, slot):
         """Fill a V slot with block ``n_block`` of those that the tile visits."""
@@ -174,15 +175,20 @@ class LoadOps:
         else:
             mV = self.v.tensor[None, None, place.head_kv, place.batch_k]
         gV = cute.local_tile(mV, (c.tile_dv, c.tile_n), (0, tile.first_block + n_block))
-        tma_load(self.v.atom, gV, self.sV, slot)
+        tma_load(self.v.atom, gV, self.sV, slot, (self.rank, c.cluster))
 
 
-def tma_load(atom, gX, sX, slot):
-    """Start the bulk copy of one tile into ``slot``; its barrier completes when the bytes have landed."""
+def tma_load(atom, gX, sX, slot, share=(0, 1)):
+    """Start the bulk copy of one tile into ``slot``; its barrier completes when the bytes have landed.
+
+    ``share`` is (rank, CTAs): each copies its part of the tile, to all of them.
+    """
+    rank, ctas = share
     tXsX, tXgX = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+        atom, rank, cute.make_layout(ctas), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
     )
-    cute.copy(atom, tXgX, tXsX[None, slot.index], tma_bar_ptr=slot.barrier)
+    mask = {"mcast_mask": cutlass.Int16((1 << ctas) - 1)} if ctas > 1 else {}
+    cute.copy(atom, tXgX, tXsX[None, slot.index], tma_bar_ptr=slot.barrier, **mask)
 
 
 def issue_mma(tiled_mma, acc, a, b, accumulate):
@@ -586,7 +592,7 @@ class MmaOps:
         values = cute.make_tensor(out.iterator + part * cute.size(layout), layout)
         r2s = self._store_copy(columns).get_slice(self.thread)
         storing_warp = cute.arch.make_warp_uniform(self.thread // 32) == 0
-        barrier_id = BARRIER_STORE + self.warpgroup
+        barrier_id = BARRIER_STORE + self.warpgroup % c.mma_warpgroups
         if cutlass.const_expr(c.o_borrows_q):
             # Other warpgroups may still read Q where this one is about to write O.
             cute.arch.barrier(barrier_id=BARRIER_Q_READ, number_of_threads=128 * c.mma_warpgroups)
@@ -599,7 +605,7 @@ class MmaOps:
         cute.arch.barrier(barrier_id=barrier_id, number_of_threads=128)
         if storing_warp:
             rows = ((c.pack, MMA_ROWS // c.pack), columns)
-            at = ((place.group, tile.m_block * c.mma_warpgroups + self.warpgroup), part)
+            at = ((place.group, tile.m_block * c.tile_warpgroups + self.warpgroup), part)
             if cutlass.const_expr(c.cu_q):  # what comes after the sequence is not written
                 stored = place.stored_q
                 mO = self.o.tensor[None, None, place.head_kv, place.row_q + stored]
