@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from bench import provenance, report
 from bench.shapes import Cell, select
 from flash4.dispatch import choose_section
 from flash4.problem import AttentionProblem
-from flash4.sm90.fwd_config import ForwardConfig, choose_config, spend_memory
+from flash4.sm90.fwd_config import KEY_STEP, ForwardConfig, choose_config, spend_memory
 
 KERNEL, ARCH = "flash4.sm90.fwd:ForwardSm90", "sm_90a"
 CELLS = (
@@ -34,21 +34,30 @@ CELLS = (
 TILES = {
     64: (
         {"tile_m": 192, "tile_n": 128, "stages": 2},
-        {"tile_m": 192, "tile_n": 96, "stages": 3},
+        {"tile_m": 192, "tile_n": 128, "stages": 3},
         {"tile_m": 256, "tile_n": 64, "stages": 4},
         {"tile_m": 512, "tile_n": 64, "stages": 4, "cluster": 2},
     ),
+    96: (
+        {"tile_m": 128, "tile_n": 128, "stages": 2},
+        {"tile_m": 128, "tile_n": 64, "stages": 4},
+        {"tile_m": 192, "tile_n": 64, "stages": 3},
+        {"tile_m": 192, "tile_n": 96, "stages": 2},
+        {"tile_m": 192, "tile_n": 112, "stages": 2},
+        {"tile_m": 192, "tile_n": 128, "stages": 2},
+    ),
     128: (
         {"tile_m": 128, "tile_n": 128, "stages": 2},
-        {"tile_m": 192, "tile_n": 64, "stages": 3},
-        {"tile_m": 192, "tile_n": 80, "stages": 2},
-        {"tile_m": 192, "tile_n": 96, "stages": 2},
         {"tile_m": 128, "tile_n": 64, "stages": 4},
+        {"tile_m": 192, "tile_n": 64, "stages": 3},
+        {"tile_m": 192, "tile_n": 64, "stages": 4},
         {"tile_m": 256, "tile_n": 128, "stages": 2, "cluster": 2},
     ),
     192: (
         {"tile_m": 128, "tile_n": 128, "stages": 2},
         {"tile_m": 128, "tile_n": 112, "stages": 2},
+        {"tile_m": 128, "tile_n": 96, "stages": 2},
+        {"tile_m": 128, "tile_n": 64, "stages": 2},
         {"tile_m": 256, "tile_n": 128, "stages": 2, "cluster": 2},
         {"tile_m": 256, "tile_n": 112, "stages": 2, "cluster": 2},
     ),
@@ -59,7 +68,15 @@ TILES = {
         {"tile_m": 256, "tile_n": 80, "stages": 2, "cluster": 2},
     ),
 }
-SETTLES = {64: (0, 8), 128: (0, 12), 192: (8, 16), 256: (8, 16)}
+SETTLES = {64: (0, 8), 96: (0, 12), 128: (0, 12), 192: (8, 16), 256: (8, 16)}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What is timed: a config, and heads per section of its tile order if not those that dispatch chooses."""
+
+    config: ForwardConfig
+    section: int | None = None
 
 
 def problem_of(cell: Cell) -> AttentionProblem:
@@ -75,10 +92,13 @@ def problem_of(cell: Cell) -> AttentionProblem:
 def candidates(cell: Cell) -> list[ForwardConfig]:
     """Configs to compare on a cell, the chosen one first; each once, and only what fits."""
     chosen = choose_config(problem_of(cell))[0]
-    wide = max(chosen.tile_d, chosen.tile_dv)
+    wide = next(size for size in TILES if size >= max(chosen.tile_d, chosen.tile_dv))
     found = {chosen: None}
     plain = replace(chosen, skip=False, turns=False, q_stages=1, o_parts=1)
-    for tile in TILES[wide]:
+    exact = [-(-size // KEY_STEP) * KEY_STEP for size in (cell.d, cell.dv)]
+    for tile in TILES[wide] + tuple(
+        {**t, "tile_d": exact[0], "tile_dv": exact[1]} for t in TILES[wide]
+    ):
         shorter = tile["tile_n"] < tile["tile_m"]  # some warpgroups pass over a tile's last blocks
         for settle in SETTLES[wide]:
             changes = [{"skip": cell.causal and shorter}]
@@ -97,13 +117,17 @@ def candidates(cell: Cell) -> list[ForwardConfig]:
     return list(found)
 
 
-def label(config: ForwardConfig) -> str:
-    """A config in one word: tile, stages, and what is on."""
+def label(candidate: Candidate) -> str:
+    """A candidate in one word: tile, stages, and what is on."""
+    config = candidate.config
     words = [f"{config.tile_m}x{config.tile_n}", f"s{config.stages}", f"q{config.q_stages}"]
+    words += [f"d{config.tile_d}x{config.tile_dv}"]
     words += [f"o{config.o_parts}"] * (config.o_parts > 1)
     words += [f"cluster{config.cluster}"] * (config.cluster > 1)
     words += [name for name in ("turns", "skip", "fixed_shift") if getattr(config, name)]
-    return "-".join([*words, f"settle{config.settle}"])
+    words.append(f"settle{config.settle}")
+    words += [f"section{candidate.section}"] * (candidate.section is not None)
+    return "-".join(words)
 
 
 def compile_one(config: ForwardConfig) -> None:
@@ -122,13 +146,13 @@ def compile_ahead(configs: Iterable[ForwardConfig], workers: int) -> list[str]:
             try:
                 future.result()
             except (Exception, BrokenProcessPool) as error:
-                errors.append(f"{label(config)}: {type(error).__name__}: {error}"[:300])
+                errors.append(f"{label(Candidate(config))}: {type(error).__name__}: {error}"[:300])
     return errors
 
 
-def launch(cell: Cell, config: ForwardConfig, q: Any, k: Any, v: Any) -> Any:
-    """Run one config on the tensors of a cell; returns out."""
-    function, section, workers = _launcher(cell, config)
+def launch(cell: Cell, candidate: Candidate, q: Any, k: Any, v: Any) -> Any:
+    """Run one candidate on the tensors of a cell; returns out."""
+    function, section, workers = _launcher(cell, candidate)
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_float32())
     function((q, k, v, out, lse), (cell.d**-0.5,), section, workers)
@@ -143,15 +167,15 @@ def _float32() -> Any:
 
 
 @functools.cache
-def _launcher(cell: Cell, config: ForwardConfig) -> tuple[Any, int, int]:
+def _launcher(cell: Cell, candidate: Candidate) -> tuple[Any, int, int]:
     """(kernel, heads per section, multiprocessors)."""
     from flash4.common.tiles import grid_of
     from flash4.jit.cache import CACHE
     from flash4.ops import device_facts
 
-    workers, problem = device_facts(0)[1], problem_of(cell)
+    config, workers, problem = candidate.config, device_facts(0)[1], problem_of(cell)
     grid = grid_of(problem, config.tile_q, config.pack)
-    section = choose_section(problem, config, grid, workers)
+    section = candidate.section or choose_section(problem, config, grid, workers)
     return CACHE.get(KERNEL, config, ARCH), section, workers
 
 
@@ -165,39 +189,47 @@ def parser() -> argparse.ArgumentParser:
         "--only", default="", help="candidates whose label has this, and the chosen ones"
     )
     p.add_argument("--without", help="leave out candidates whose label has this")
+    p.add_argument(
+        "--sections", help="comma-separated heads per section to try the chosen config with instead"
+    )
     p.add_argument("--list", action="store_true", help="print the candidates; needs no GPU")
     p.add_argument("--out", type=Path, help="where to write the JSON record")
     return p
 
 
-def tune_cell(cell: Cell, configs: Sequence[ForwardConfig], seconds: float) -> dict[str, Any]:
+def tune_cell(cell: Cell, compared: Sequence[Candidate], seconds: float) -> dict[str, Any]:
     """Time the candidates of a cell; returns them with their figures, fastest first."""
     from bench.variants import tune
 
     found = tune(
-        cell, configs, functools.partial(launch, cell), label=label, budget_s=seconds * (len(configs) + 2)
+        cell, compared, functools.partial(launch, cell), label=label, budget_s=seconds * (len(compared) + 2)
     )  # fmt: skip
     rows = []
-    for config, record in found:
+    for candidate, record in found:
         facts = None
-        if config is not None:
+        if candidate is not None:
+            config = candidate.config
             facts = {f.name: getattr(config, f.name) for f in fields(config)}
         keep = ("name", "status", "median_us", "p10_us", "p90_us", "spread", "tflops", "error")
         rows.append({**{k: record[k] for k in keep if k in record}, "config": facts})
-    return {"cell": cell.name, "chosen": label(configs[0]), "candidates": rows}
+    return {"cell": cell.name, "chosen": label(compared[0]), "candidates": rows}
+
+
+def compared(cell: Cell, args: argparse.Namespace) -> list[Candidate]:
+    """What the command line asks for on a cell; what dispatch chooses comes first."""
+    chosen, *others = map(Candidate, candidates(cell))
+    if args.sections:
+        return [chosen, *(replace(chosen, section=int(text)) for text in args.sections.split(","))]
+    found = [c for c in others if args.only in label(c)]
+    return [chosen, *(c for c in found if not (args.without and args.without in label(c)))]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     args = parser().parse_args(argv)
     cells = select(args.cells)
-    by_cell = {}
-    for cell in cells:
-        chosen, *others = candidates(cell)
-        kept = [c for c in others if args.only in label(c)]
-        kept = [c for c in kept if not (args.without and args.without in label(c))]
-        by_cell[cell] = [chosen, *kept]
-    every = {config: None for configs in by_cell.values() for config in configs}
+    by_cell = {cell: compared(cell, args) for cell in cells}
+    every = {c.config: None for found in by_cell.values() for c in found}
     if args.list:
         for cell in cells:
             print(cell.name, *map(label, by_cell[cell]), sep="\n  ")

@@ -130,9 +130,13 @@ class KvBlocks:
         """
         return ceil_div(imax(self.key_end(query, seqlen_q, seqlen_k), 1), self.tile_n)
 
+    def of_query(self, query, seqlen_q, seqlen_k):
+        """Block of the first key that ``query`` may see."""
+        return self.key_begin(query, seqlen_q, seqlen_k) // self.tile_n
+
     def first(self, m_block, seqlen_q, seqlen_k):
         """First block that a tile visits."""
-        return self.key_begin(m_block * self.tile_q, seqlen_q, seqlen_k) // self.tile_n
+        return self.of_query(m_block * self.tile_q, seqlen_q, seqlen_k)
 
     def count(self, m_block, seqlen_q, seqlen_k):
         """Number of blocks that a tile visits, from ``first`` on; at least one."""

@@ -13,7 +13,7 @@ from flash4.common.dsl import plain
 from flash4.common.geometry import Phase, ceil_div
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.mods import SeqlenInfo
-from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
+from flash4.common.numerics import LN2, LOG2E
 from flash4.common.shares import shares_of
 from flash4.common.tiles import Grid, TileSchedule
 from flash4.common.varlen import Sequences, VarlenSchedule
@@ -199,6 +199,10 @@ class MmaOps:
         """Blocks, counted from the tile's last, that this warpgroup skips."""
         return self._config.unseen_blocks(tile, self._group, self._call.tiles)
 
+    def passed_blocks(self, tile):
+        """Blocks, counted from the tile's first, that this warpgroup skips."""
+        return self._config.passed_blocks(tile, self._group, self._call.tiles)
+
     def phases(self, tile):
         """Blocks after this warpgroup's first, which is always masked; see ``ForwardConfig.phases``."""
         return self._config.phases(tile, self._group, self._call.tiles)
@@ -261,7 +265,7 @@ class MmaOps:
         old = self._shift
         self._shift = np.where(move, np.maximum(old, s.max(1) * scale), old)
         finite = np.where(self._shift == -np.inf, 0, self._shift)
-        self._limit = np.where(move, (self._shift + RESCALE_THRESHOLD_LOG2) / scale, self._limit)
+        self._limit = np.where(move, (self._shift + self._config.growth_log2) / scale, self._limit)
         self._correction = np.where(move, np.exp2(old - finite), 1)
         shift = finite if phase.masked or c.may_hide_any else self._shift
         s[:] = np.exp2(s * scale - shift[:, None])

@@ -142,6 +142,10 @@ class MmaOps:
         """Blocks that this warpgroup skips."""
         return self._config.unseen_blocks(tile, self._group, self._tiles)
 
+    def passed_blocks(self, tile):
+        """Blocks that this warpgroup no longer needs."""
+        return self._config.passed_blocks(tile, self._group, self._tiles)
+
     def phases(self, tile):
         """Masked blocks, then the others."""
         return self._config.phases(tile, self._group, self._tiles)

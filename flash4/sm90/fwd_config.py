@@ -16,6 +16,7 @@ O_COLUMN_STEP = 64  # columns of O that one box of a TMA store holds
 LARGEST_TOTAL = 2.0**64  # row sum up to which P of a fixed shift is trusted, if O is finite too
 MARKS = 127  # marks of tiles to work on again: one per wave, modulo this, and one for all
 MARKS_BYTES = 4 * (MARKS + 1)
+GROWTH_LOG2, BF16_GROWTH_LOG2 = 8, 16  # see ForwardConfig.growth_log2
 KEY_STEP = 16  # keys that one WGMMA of P V contracts
 MAX_HEAD_DIM = 256
 # Registers per thread of ``mma`` and of ``load``, by warpgroups of ``mma``. Decoding tiles of sequences takes more.
@@ -177,6 +178,11 @@ class ForwardConfig:
         return replace(self, counts=True) if self.fixed_shift else None
 
     @property
+    def growth_log2(self) -> int:
+        """How far P may grow before its row's shift moves: far from the limits of float16, or of float32 beside V."""
+        return BF16_GROWTH_LOG2 if self.fixed_shift else GROWTH_LOG2
+
+    @property
     def tile_q(self) -> int:
         """Queries per tile."""
         return self.tile_m // self.pack
@@ -226,6 +232,15 @@ class ForwardConfig:
             unseen = imin(imax(unseen, 0), tile.n_blocks - 1)
         return unseen
 
+    def passed_blocks(self, tile, warpgroup, tiles):
+        """Blocks, counted from the tile's first, that the warpgroup skips: none of its rows sees them any more."""
+        if not (self.skip and self.left):
+            return 0
+        query = self.first_query(tile, warpgroup)
+        passed = tiles.blocks.of_query(query, *tiles.lengths(tile)) - tile.first_block
+        unseen = self.unseen_blocks(tile, warpgroup, tiles)
+        return imin(imax(passed, 0), tile.n_blocks - 1 - unseen)
+
     def phases(self, tile, warpgroup, tiles) -> tuple[Phase, ...]:
         """Blocks after the warpgroup's first (which is always masked).
 
@@ -237,20 +252,21 @@ class ForwardConfig:
         if not (self.left or blocks.ends_early):
             return self._unmasked_phases(tile, begin, tile.n_blocks)
         end, found = tile.first_block + tile.n_blocks, []
+        last_block = tile.n_blocks - self.passed_blocks(tile, warpgroup, tiles)
         if blocks.ends_early:
             query = self.first_query(tile, warpgroup if self.skip else 0)
             cut = imax(end - blocks.unmasked(query, *lengths), begin)
             if self.left:
-                cut = imin(cut, tile.n_blocks)
+                cut = imin(cut, last_block)
             found.append(Phase(begin, cut, True))
             begin = cut
         if not self.left:
             return (*found, *self._unmasked_phases(tile, begin, tile.n_blocks))
         last = warpgroup if self.skip else self.tile_warpgroups - 1
         query = self.first_query(tile, last) + MMA_ROWS // self.pack - 1
-        cut = imin(imax(end - blocks.unmasked_from(query, *lengths), begin), tile.n_blocks)
+        cut = imin(imax(end - blocks.unmasked_from(query, *lengths), begin), last_block)
         unmasked = self._unmasked_phases(tile, begin, cut)
-        return (*found, *unmasked, Phase(cut, tile.n_blocks, True))
+        return (*found, *unmasked, Phase(cut, last_block, True))
 
     def _unmasked_phases(self, tile, begin, end) -> tuple[Phase, ...]:
         if not self.fixed_shift:
@@ -371,8 +387,7 @@ def choose_shift(config: ForwardConfig) -> tuple[ForwardConfig, str]:
         return config, "the softmax shift follows the maximum: P would leave the range of float16"
     if max(config.tile_d, config.tile_dv) > 128:
         return config, "the softmax shift follows the maximum: the products take the time"
-    special = config.varlen or config.natural or config.may_hide_any
-    if special or config.left or config.right:
+    if config.varlen or config.natural or config.may_hide_any:
         return config, "the softmax shift follows the maximum, as with all but plain masks"
     settle = 8 if max(config.tile_d, config.tile_dv) == 64 else 0
     why = "a fixed softmax shift in blocks without a mask; what outgrows it is done again"
@@ -413,6 +428,10 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
             why = "head dims up to 64: warpgroups skip blocks past their own rows"
             return {**tile, "skip": True}, why
         return {**tile, "turns": True}, "head dims up to 64: four warpgroups, short blocks"
+    if max(tile_d, tile_dv) <= 128 and problem.window_left and not (problem.aux or problem.softcap):
+        tile = {"tile_m": 128, "tile_n": 64, "stages": 4, "settle": 0}
+        skip = problem.causal or problem.window_right
+        return {**tile, "skip": skip}, "a window: short blocks, of which few are cut at its sides"
     by_registers = {64: 128, 96: 128, 128: 128, 160: 112, 192: 112, 224: 80, 256: 64}[tile_dv]
     if problem.aux:  # loads that mods make for each score are all in flight at once
         by_registers = {64: 64, 96: 64, 128: 64, 160: 64, 192: 48, 224: 48, 256: 32}[tile_dv]

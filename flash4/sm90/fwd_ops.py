@@ -16,7 +16,7 @@ from flash4.common import mods, numerics
 from flash4.common.geometry import imax, imin
 from flash4.common.graph import WARP
 from flash4.common.mods import SeqlenInfo
-from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
+from flash4.common.numerics import LN2, LOG2E
 from flash4.common.tiles import TileSchedule
 from flash4.sm90.fwd_config import LARGEST_TOTAL, MARKS, MMA_ROWS, ForwardConfig
 from flash4.sm90.fwd_views import WRAP
@@ -257,14 +257,18 @@ def make_row_state():
     return RowState(*(cute.make_rmem_tensor(2, Float32) for _ in range(4)))
 
 
-def move_shift(state, r, row_max, scale_log2, inv_scale_log2):
-    """Raise the shift of row ``r`` to cover ``row_max`` (a raw score); l shrinks with it, O has to follow."""
+def move_shift(state, r, row_max, scales_log2, growth_log2):
+    """Raise the shift of row ``r`` to cover ``row_max`` (a raw score); l shrinks with it, O has to follow.
+
+    ``scales_log2`` are the factor of a score and its inverse; the shift stays until P grows by 2^growth_log2.
+    """
+    scale_log2, inv_scale_log2 = scales_log2
     old = state.shift_log2[r]
     new = cute.arch.fmax(old, row_max * scale_log2)
     # exp2(-inf - -inf) would be NaN: a row without a visible key keeps the factor exp2(-inf) = 0.
     finite = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
     state.shift_log2[r] = new
-    state.limit[r] = (new + RESCALE_THRESHOLD_LOG2) * inv_scale_log2
+    state.limit[r] = (new + growth_log2) * inv_scale_log2
     state.correction[r] = cute.math.exp2(old - finite, fastmath=True)
     state.total[r] = state.total[r] * state.correction[r]
 
@@ -280,13 +284,13 @@ def with_sink(shift_log2, total, sink):
     return lse, shrink * cute.arch.rcp_approx(total)
 
 
-def move_shifts(S, state, scale_log2, inv_scale_log2):
+def move_shifts(S, state, scales_log2, growth_log2):
     """Exact row maxima over the four threads that share a row, then ``move_shift``."""
     for r in range(2):
         row_max = cute.arch.warp_reduction_max(
             numerics.max_float(row_values(S, r)), threads_in_group=4
         )
-        move_shift(state, r, row_max, scale_log2, inv_scale_log2)
+        move_shift(state, r, row_max, scales_log2, growth_log2)
 
 
 def outgrown(S, state):
@@ -340,6 +344,10 @@ class MmaOps:
     def unseen_blocks(self, tile):
         """Blocks, counted from the tile's last, that this warpgroup skips."""
         return self.config.unseen_blocks(tile, self.warpgroup, self.tiles)
+
+    def passed_blocks(self, tile):
+        """Blocks, counted from the tile's first, that this warpgroup skips."""
+        return self.config.passed_blocks(tile, self.warpgroup, self.tiles)
 
     def phases(self, tile):
         """Blocks after this warpgroup's first, which is always masked; see ``ForwardConfig.phases``."""
@@ -471,7 +479,7 @@ class MmaOps:
         """As ``softmax``, for the first block of a tile."""
         S = rows_of(s)
         self._prepare(tile, n_block, S, True)
-        move_shifts(S, self.state, self.scale_log2, self.inv_scale_log2)
+        move_shifts(S, self.state, self._scales_log2, self.config.growth_log2)
         self._exponentials(S, True)
 
     def softmax(self, tile, n_block, s, phase):
@@ -485,9 +493,13 @@ class MmaOps:
 
     @cute.jit
     def _move_outgrown(self, S: cute.Tensor):
-        state, scale_log2, inv_scale_log2 = self.state, self.scale_log2, self.inv_scale_log2
+        state, scales_log2 = self.state, self._scales_log2
         if cute.arch.vote_any_sync(outgrown(S, state)):
-            move_shifts(S, state, scale_log2, inv_scale_log2)
+            move_shifts(S, state, scales_log2, self.config.growth_log2)
+
+    @property
+    def _scales_log2(self):
+        return self.scale_log2, self.inv_scale_log2
 
     def _exponentials(self, S, masked):
         """P in place of S, and its row sums in four chains; settle after a set number of them."""
