@@ -432,7 +432,7 @@ def options_of(q, k, v, **keywords) -> CallOptions:
     return _options(q, k, v, bound.arguments)
 
 
-def explain(q, k, v, *, arch=None, backward=False, **keywords) -> Plan | BackwardPlan:
+def explain(q, k, v, *, arch=None, backward=False, dlse=False, **keywords) -> Plan | BackwardPlan:
     """Say how a call would run: kernel, configuration, reasons, and what is copied. Launches and compiles nothing.
 
     Args:
@@ -441,6 +441,7 @@ def explain(q, k, v, *, arch=None, backward=False, **keywords) -> Plan | Backwar
         v: as in ``flash_attn_func``.
         arch: target such as "sm_90a"; default the GPU of q, and "sm_90a" for tensors that are on none.
         backward: say how its gradients would be computed instead.
+        dlse: with ``backward``: the log-sum-exp has a gradient too.
         keywords: as there.
 
     Returns:
@@ -456,5 +457,8 @@ def explain(q, k, v, *, arch=None, backward=False, **keywords) -> Plan | Backwar
         arch, workers = ops.device_facts(q.device.index)
     else:
         arch, workers = arch or "sm_90a", MULTIPROCESSORS
-    plan = ops.plan_backward_call if backward else ops.plan_call
-    return plan(q, k, v, options, arch, workers)
+    if backward:
+        return ops.plan_backward_call((q, k, v), options, arch, workers, dlse)
+    if dlse:
+        raise ValueError("dlse says something of a backward only")
+    return ops.plan_call(q, k, v, options, arch, workers)

@@ -344,10 +344,12 @@ def run_backward(dout, dlse, q, k, v, out, lse, options: CallOptions):
     return gradients
 
 
-def plan_backward_call(q, k, v, options: CallOptions, arch: str, workers: int) -> BackwardPlan:
-    """Plan of the backward of a call, with the copies that its tensors need."""
-    plan = plan_backward(AttentionProblem.of_call(q, k, v, options), arch, workers)
-    copies = [(name, layout_obstacle(x)) for name, x in (("q", q), ("k", k), ("v", v))]
+def plan_backward_call(
+    inputs, options: CallOptions, arch: str, workers: int, dlse: bool
+) -> BackwardPlan:
+    """Plan of the backward of a call with ``inputs`` q, k and v, with the copies that they need."""
+    plan = plan_backward(AttentionProblem.of_call(*inputs, options), arch, workers, dlse)
+    copies = zip(("q", "k", "v"), map(layout_obstacle, inputs), strict=True)
     return replace(plan, copies=tuple(f"{name}: {why}" for name, why in copies if why is not None))
 
 

@@ -77,9 +77,7 @@ class FinishBackward:
         source = sums[batch, head, block, None].iterator + (
             part * part_floats + mine * GROUP_NUMBERS
         )
-        layout = cute.make_layout(
-            (GROUP_NUMBERS, groups), stride=(1, GROUP_NUMBERS * PART_THREADS)
-        )
+        layout = cute.make_layout((GROUP_NUMBERS, groups), stride=(1, GROUP_NUMBERS * PART_THREADS))
         cute.autovec_copy(cute.make_tensor(source.align(16), layout), values)
         for group in cutlass.range_constexpr(groups):
             for number in cutlass.range_constexpr(GROUP_NUMBERS):

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32
+from cutlass import BFloat16, Float16, Float32
 
 from flash4.common.numerics import LOG2E
 from flash4.passes.bwd_config import THREADS, PrepareConfig

@@ -145,7 +145,6 @@ class BackwardSm90:
         stream,
     ):
         """Build layouts and TMA descriptors, and launch one CTA for each tile of keys."""
-        c = self.config
         q, k, v, do, lse, delta, dq, dk, dv = tensors
         grid = KvGrid(
             n_blocks=cute.ceil_div(k.shape[1], TILE_N),
@@ -284,9 +283,7 @@ class BackwardSm90:
                 pointer = cute.recast_ptr(pointer, swizzle_=layout.inner, dtype=dtype)
                 tensors[buffer.name] = cute.make_tensor(pointer, layout.outer)
         floats = cute.recast_ptr(pointers["dq"], dtype=Float32)
-        tensors["dq"] = cute.make_tensor(
-            floats, cute.make_layout((c.dq_floats, MMA_WARPGROUPS))
-        )
+        tensors["dq"] = cute.make_tensor(floats, cute.make_layout((c.dq_floats, MMA_WARPGROUPS)))
         for name, ring in (("lse", "q"), ("delta", "do")):
             tile_bytes = self.graph.ring(ring).stage_bytes - c.statistics_bytes
             behind = cute.recast_ptr(pointers[ring] + STAGES * tile_bytes, dtype=Float32)

@@ -277,9 +277,7 @@ class MmaOps:
         shape = (2, self.config.tile_m // 8)
         values = cute.make_rmem_tensor(shape, Float32)
         source = sX[None, slot.index].iterator + 2 * (self.thread % 4)
-        cute.autovec_copy(
-            cute.make_tensor(source, cute.make_layout(shape, stride=(1, 8))), values
-        )
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(shape, stride=(1, 8))), values)
         return values
 
     def softmax(self, tile, i, s, q_slot, phase):

@@ -259,9 +259,7 @@ def test_empty_problems(empty):
     with stand_in_gpu():
         library = torch.library._scoped_library("flash4", "IMPL")
         with library as scope, mock.patch.object(ops, "_backward_launches", {}):
-            scope.impl(
-                "backward", lambda *a: ops.run_backward(*a[:7], CallOptions(*a[7:])), "CPU"
-            )
+            scope.impl("backward", lambda *a: ops.run_backward(*a[:7], CallOptions(*a[7:])), "CPU")
             flash4.flash_attn_func(*inputs).sum().backward()
     assert all(x.grad.shape == x.shape and not x.grad.any() for x in inputs)
 
@@ -326,7 +324,9 @@ def test_gradients_of_features_are_refused_by_the_forward(name):
     x, keywords = Inputs.draw(), UNBUILT[name]
     function = flash4.flash_attn_varlen_func if name == "varlen" else flash4.flash_attn_func
     with stand_in_gpu(run=lambda launch: None):
-        with pytest.raises(NotImplementedError, match=f"gradients with {name} .*not built.*no_grad"):
+        with pytest.raises(
+            NotImplementedError, match=f"gradients with {name} .*not built.*no_grad"
+        ):
             function(*x.three, **keywords)
         with torch.no_grad():
             function(*x.three, **keywords)
@@ -372,7 +372,11 @@ def test_real_and_fake_gradients_agree(layout):
         out, lse = ops.empty_output(q, q.shape[-1]), ops.empty_lse(q)
         fake = ops.backward(out, None, q, q, q, out, lse, 0.125, True)
     for r, f in zip(real, fake, strict=True):
-        assert (r.shape, r.stride(), r.dtype) == (f.shape, f.stride(), f.dtype) and r.shape == x.shape
+        assert (r.shape, r.stride(), r.dtype) == (
+            f.shape,
+            f.stride(),
+            f.dtype,
+        ) and r.shape == x.shape
 
 
 def test_the_operator_is_registered_as_torch_expects():

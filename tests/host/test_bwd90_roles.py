@@ -111,7 +111,11 @@ def test_the_configs_cover_what_can_differ():
     configs = [config for config, *_ in CONFIGS]
     assert {config.swap_dq for config in configs} == {False, True}
     assert {config.splits_queries for config in configs} == {False, True}
-    assert {(config.tile_d, config.tile_dv) for config in configs} >= {(64, 64), (96, 96), (128, 128)}
+    assert {(config.tile_d, config.tile_dv) for config in configs} >= {
+        (64, 64),
+        (96, 96),
+        (128, 128),
+    }
 
 
 @pytest.mark.parametrize("index", range(len(CONFIGS)), ids=lambda i: f"{i}-{CONFIGS[i][1:]}")
