@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import flash4
-from flash4.dispatch import FORWARD_KERNELS, plan_forward
+from flash4.dispatch import BACKWARD_KERNELS, FORWARD_KERNELS, plan_forward
 from flash4.interface import options_of
 from flash4.problem import AttentionProblem
 
@@ -33,7 +33,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Exact attention for NVIDIA GPUs, written in the CuTe DSL. Every command works without a GPU.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    problem, kernel = _problem_options(), _kernel_options()
+    problem, kernel = _problem_options(), _kernel_options(FORWARD_KERNELS)
+    any_kernel = _kernel_options((*FORWARD_KERNELS, *BACKWARD_KERNELS))
     small = _problem_options(batch=1, seqlen=1024, heads=1)
 
     def add(name, run, text, *parents):
@@ -44,10 +45,23 @@ def _parser() -> argparse.ArgumentParser:
     add("demo", demo, "compute attention, check it, and show how it was done; under a minute")
     explained = add("explain", explain, "say which kernel serves a call, and why", problem)
     explained.add_argument("--arch", default="sm_90a", help="target; default: sm_90a")
-    add("describe", describe, "print a kernel's config, roles, rings and memory", kernel, problem)
-    sass = add("sass", disassemble, "compile a kernel and count its machine code", kernel, problem)
+    explained.add_argument("--backward", action="store_true", help="of its gradients instead")
+    text = "print a kernel's config, roles, rings and memory"
+    add("describe", describe, text, any_kernel, problem)
+    text = "compile a kernel and count its machine code"
+    sass = add("sass", disassemble, text, any_kernel, problem)
     sass.add_argument("--dump-dir", type=Path, help="write PTX, cubin and SASS to this folder")
     _add_simulator(add, kernel, problem, small)
+    text = "break a kernel's schedule and see what is noticed"
+    broken = add("mutants", mutants, text, any_kernel)
+    broken.add_argument("--sample", type=int, metavar="N", help="only N of them, drawn by --seed")
+    broken.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    broken.add_argument(
+        "--harmless",
+        type=Path,
+        metavar="FILE",
+        help="JSON of mutants that break nothing, each with the reason",
+    )
     return parser
 
 
@@ -67,15 +81,6 @@ def _add_simulator(add, kernel, problem, small):
     )
     text = "predict how long a kernel takes, where the time goes, and draw its pipeline"
     add("time", time, text, kernel, problem, study)
-    broken = add("mutants", mutants, "break a kernel's schedule and see what is noticed", kernel)
-    broken.add_argument("--sample", type=int, metavar="N", help="only N of them, drawn by --seed")
-    broken.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
-    broken.add_argument(
-        "--harmless",
-        type=Path,
-        metavar="FILE",
-        help="JSON of mutants that break nothing, each with the reason",
-    )
 
 
 def _study_options() -> argparse.ArgumentParser:
@@ -161,9 +166,9 @@ def _problem_options(batch=4, seqlen=4096, heads=16) -> argparse.ArgumentParser:
     return options
 
 
-def _kernel_options() -> argparse.ArgumentParser:
+def _kernel_options(kernels) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(add_help=False)
-    names = [name for name, *_ in FORWARD_KERNELS]
+    names = [name for name, *_ in kernels]
     options.add_argument("kernel", choices=names, help="name of the kernel")
     return options
 
@@ -208,7 +213,9 @@ def demo(arguments) -> int:
 
 def explain(arguments) -> int:
     """``explain``."""
-    print(flash4.explain(*meta_tensors(arguments), arch=arguments.arch, **keywords(arguments)))
+    a = arguments
+    given = keywords(a)
+    print(flash4.explain(*meta_tensors(a), arch=a.arch, backward=a.backward, **given))
     return 0
 
 
@@ -223,7 +230,8 @@ def _configure(arguments):
     Raises:
         NotImplementedError: the kernel cannot run the call.
     """
-    _, kernel, arch, module = next(k for k in FORWARD_KERNELS if k[0] == arguments.kernel)
+    kernels = (*FORWARD_KERNELS, *BACKWARD_KERNELS)
+    _, kernel, arch, module = next(k for k in kernels if k[0] == arguments.kernel)
     problem = _problem(arguments)
     reason = module.can_implement(problem)
     if reason is not None:

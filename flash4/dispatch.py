@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass, replace
 
-from flash4.common.geometry import KvBlocks
+from flash4.common.geometry import KvBlocks, ceil_div
+from flash4.common.kv_tiles import KvGrid, kv_grid_of
 from flash4.common.tiles import Grid, TileSchedule, grid_of
+from flash4.passes.bwd_config import FINISH, PREPARE, passes_of
 from flash4.problem import AttentionProblem
+from flash4.sm90 import bwd_config as sm90_bwd
 from flash4.sm90 import fwd_config as sm90_fwd
 from flash4.sm100 import fwd_config as sm100_fwd
 
@@ -13,6 +16,7 @@ FORWARD_KERNELS = (
     ("sm90-fwd", "flash4.sm90.fwd:ForwardSm90", "sm_90a", sm90_fwd),
     ("sm100-fwd", "flash4.sm100.fwd:ForwardSm100", "sm_100a", sm100_fwd),
 )
+BACKWARD_KERNELS = (("sm90-bwd", "flash4.sm90.bwd:BackwardSm90", "sm_90a", sm90_bwd),)
 ARCHITECTURES = {(9, 0): "sm_90a"}  # compute capability -> compile target
 NEVER_RUN = {(10, 0): "Blackwell"}  # kernels compile and are simulated, but nobody has run one
 
@@ -21,6 +25,7 @@ MIN_SECTION = 3  # fewer heads at a time, and too many workers read the same lin
 MAX_TILES = 2**31 - 1  # tile numbers are int32 in the kernel
 MODELLED_TILES = 16_384  # beyond that the last wave does not matter
 MODELLED_SECTIONS = 16
+CAUSAL_BACKWARD_SECTION = 16  # heads whose tiles, longest first, balance well and still share L2
 
 
 @dataclass(frozen=True)
@@ -64,18 +69,87 @@ class Plan:
     def __str__(self):
         p = self.problem
         lines = [
-            f"{self.name} for {self.arch}: batch {p.batch}, queries {p.seqlen_q}, keys {p.seqlen_k}, "
-            f"heads {p.heads_q}/{p.heads_kv}, head dim {p.head_dim}/{p.head_dim_v}, "
-            f"{str(p.dtype).removeprefix('torch.')}{''.join(f', {name}' for name in p.features)}",
+            f"{self.name} for {self.arch}: {_summary(p)}",
             f"  {self.config}",
             f"  about {self.grid.total} tiles of {self.config.tile_q} queries, shared out by cost on the GPU"
             if p.varlen
             else f"  {self.grid.total} tiles of {self.config.tile_q} queries, {self.section} heads per section",
         ]
-        lines += [f"  because {reason}" for reason in self.reasons]
-        lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
-        lines += [f"  copies {copy}" for copy in self.copies] or ["  copies nothing"]
-        return "\n".join(lines)
+        return "\n".join([*lines, *_explanations(self)])
+
+
+def _summary(p: AttentionProblem) -> str:
+    return (
+        f"batch {p.batch}, queries {p.seqlen_q}, keys {p.seqlen_k}, "
+        f"heads {p.heads_q}/{p.heads_kv}, head dim {p.head_dim}/{p.head_dim_v}, "
+        f"{str(p.dtype).removeprefix('torch.')}{''.join(f', {name}' for name in p.features)}"
+    )
+
+
+def _explanations(plan) -> list[str]:
+    lines = [f"  because {reason}" for reason in plan.reasons]
+    lines += [f"  not {name}: {reason}" for name, reason in plan.rejected]
+    return lines + ([f"  copies {copy}" for copy in plan.copies] or ["  copies nothing"])
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """How the backward of a call will run: three kernels, one after the other. ``print(plan)`` explains it.
+
+    Attributes:
+        problem: facts of the call.
+        name: short name of the main kernel.
+        kernel: its class as ``"module:class"``.
+        arch: target architecture.
+        config: its compile-time configuration.
+        prepare: configuration of the kernel before it.
+        finish: configuration of the kernel after it.
+        grid: extent of the work in tiles of keys.
+        section: heads whose tiles run together.
+        reasons: why this kernel and this configuration.
+        rejected: (name, reason) of the kernels that were not taken.
+        copies: what is copied before the launch, and why.
+    """
+
+    problem: AttentionProblem
+    name: str
+    kernel: str
+    arch: str
+    config: object
+    prepare: object
+    finish: object
+    grid: KvGrid
+    section: int
+    reasons: tuple[str, ...] = ()
+    rejected: tuple[tuple[str, str], ...] = ()
+    copies: tuple[str, ...] = ()
+
+    @property
+    def kernels(self) -> tuple[tuple[str, object, str], ...]:
+        """(kernel, config, architecture) of what is launched, in order."""
+        named = ((PREPARE, self.prepare), (self.kernel, self.config), (FINISH, self.finish))
+        return tuple((kernel, config, self.arch) for kernel, config in named)
+
+    @property
+    def query_blocks(self) -> int:
+        """Blocks of queries of each head."""
+        return ceil_div(self.problem.seqlen_q, self.config.tile_m)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Temporary memory: for each query in whole blocks, dQ in float32 and two statistics."""
+        p, c = self.problem, self.config
+        queries = p.batch * p.heads_q * self.query_blocks * c.tile_m
+        return 4 * queries * (c.tile_d + 2)
+
+    def __str__(self):
+        lines = [
+            f"{self.name} for {self.arch}: {_summary(self.problem)}",
+            f"  {self.config}",
+            f"  {self.grid.total} tiles of {self.config.tile_n} keys, {self.section} heads per section",
+            f"  {self.workspace_bytes} bytes of workspace",
+        ]
+        return "\n".join([*lines, *_explanations(self)])
 
 
 def architecture(capability: tuple[int, int]) -> str:
@@ -107,23 +181,7 @@ def plan_forward(problem: AttentionProblem, arch: str, workers: int) -> Plan:
     """
     if problem.is_empty:
         raise ValueError("an empty problem (no batch, head, query or key) needs no kernel")
-    rejected, taken = [], None
-    for name, kernel, target, module in FORWARD_KERNELS:
-        reason = (
-            f"runs on {target}, not {arch}" if target != arch else module.can_implement(problem)
-        )
-        if reason is not None:
-            rejected.append((name, reason))
-        elif taken is None:
-            taken = (name, kernel, module)
-        else:
-            rejected.append((name, f"{taken[0]} comes first"))
-    if taken is None:
-        raise NotImplementedError(
-            "no kernel can run this call: "
-            + "; ".join(f"{name}: {reason}" for name, reason in rejected)
-        )
-    name, kernel, module = taken
+    (name, kernel, module), rejected = _choose_kernel(FORWARD_KERNELS, problem, arch)
     config, reasons = module.choose_config(problem)
     grid = grid_of(problem, config.tile_q, config.pack)
     tiles = grid.total
@@ -144,6 +202,88 @@ def plan_forward(problem: AttentionProblem, arch: str, workers: int) -> Plan:
         reasons=reasons,
         rejected=tuple(rejected),
     )
+
+
+def _choose_kernel(kernels, problem: AttentionProblem, arch: str):
+    """Return ((name, kernel, module), rejected).
+
+    Raises:
+        NotImplementedError: none takes the problem; the message has the reason of each.
+    """
+    rejected, taken = [], None
+    for name, kernel, target, module in kernels:
+        reason = (
+            f"runs on {target}, not {arch}" if target != arch else module.can_implement(problem)
+        )
+        if reason is not None:
+            rejected.append((name, reason))
+        elif taken is None:
+            taken = (name, kernel, module)
+        else:
+            rejected.append((name, f"{taken[0]} comes first"))
+    if taken is None:
+        raise NotImplementedError(
+            "no kernel can run this call: "
+            + "; ".join(f"{name}: {reason}" for name, reason in rejected)
+        )
+    return taken, rejected
+
+
+def plan_backward(
+    problem: AttentionProblem, arch: str, workers: int, dlse: bool = False
+) -> BackwardPlan:
+    """Choose the kernels for the backward of a problem that is not empty.
+
+    Args:
+        problem: facts of the call.
+        arch: target architecture.
+        workers: multiprocessors of the GPU.
+        dlse: the log-sum-exp has a gradient.
+
+    Raises:
+        ValueError: the problem is empty.
+        NotImplementedError: no kernel takes it; the message has the reason of each.
+    """
+    if problem.is_empty:
+        raise ValueError("an empty problem (no batch, head, query or key) needs no kernel")
+    (name, kernel, module), rejected = _choose_kernel(BACKWARD_KERNELS, problem, arch)
+    config, reasons = module.choose_config(problem)
+    prepare, finish = passes_of(config, dlse)
+    plan = BackwardPlan(
+        problem=problem,
+        name=name,
+        kernel=kernel,
+        arch=arch,
+        config=config,
+        prepare=prepare,
+        finish=finish,
+        grid=kv_grid_of(problem, config.tile_n),
+        section=_backward_section(problem, config, workers),
+        reasons=reasons,
+        rejected=tuple(rejected),
+    )
+    steps = plan.query_blocks * problem.batch * problem.heads_q
+    if max(plan.grid.total + plan.grid.n_blocks, steps) > MAX_TILES:
+        raise NotImplementedError(
+            f"{plan.grid.total} tiles of keys, {steps} of queries; supported are {MAX_TILES}: split the batch"
+        )
+    return plan
+
+
+def _backward_section(problem: AttentionProblem, config, workers: int) -> int:
+    """Heads per section of the backward: about a wave of tiles, which read the same queries at the same time.
+
+    Under a causal mask more heads, whose tiles of all lengths fill the gaps.
+    """
+    grid = kv_grid_of(problem, config.tile_n)
+    wave = max(1, ceil_div(workers, grid.n_blocks))
+    return min(grid.head_count, max(wave, CAUSAL_BACKWARD_SECTION if problem.causal else 1))
+
+
+def gradient_obstacle(problem: AttentionProblem) -> str | None:
+    """Why no kernel gives gradients of a call, on whatever GPU, or None."""
+    reasons = [module.can_implement(problem) for *_, module in BACKWARD_KERNELS]
+    return None if None in reasons else reasons[0]
 
 
 def choose_section(problem: AttentionProblem, config, grid: Grid, workers: int) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from flash4 import ops
 from flash4.common import mods
-from flash4.dispatch import Plan
+from flash4.dispatch import BackwardPlan, Plan
 from flash4.problem import (
     LENGTHS,
     MAX_WINDOW,
@@ -267,9 +267,23 @@ def _check_device(q):
         )
 
 
+def _refuse_deterministic(wanted: bool | None, inputs):
+    """Raise NotImplementedError where gradients would have to be bitwise repeatable: dq is not."""
+    if wanted is False or not torch.is_grad_enabled():
+        return
+    if not any(x.requires_grad for x in inputs):
+        return
+    if wanted or torch.are_deterministic_algorithms_enabled():
+        raise NotImplementedError(
+            "flash4 does not support deterministic gradients yet (dk and dv are, dq is not); "
+            "deterministic=False allows it"
+        )
+
+
 def _forward(out, q, k, v, keywords: dict):
     """Check a call and run it; returns (out, lse)."""
     options = _options(q, k, v, keywords)
+    _refuse_deterministic(keywords["deterministic"], _inputs(q, k, v, options).values())
     _check_device(q)
     if out is None:
         return ops.forward(q, k, v, *options)
@@ -428,7 +442,7 @@ def options_of(q, k, v, **keywords) -> CallOptions:
     return _options(q, k, v, bound.arguments)
 
 
-def explain(q, k, v, *, arch=None, **keywords) -> Plan:
+def explain(q, k, v, *, arch=None, backward=False, dlse=False, **keywords) -> Plan | BackwardPlan:
     """Say how a call would run: kernel, configuration, reasons, and what is copied. Launches and compiles nothing.
 
     Args:
@@ -436,6 +450,8 @@ def explain(q, k, v, *, arch=None, **keywords) -> Plan:
         k: as in ``flash_attn_func``.
         v: as in ``flash_attn_func``.
         arch: target such as "sm_90a"; default the GPU of q, and "sm_90a" for tensors that are on none.
+        backward: say how its gradients would be computed instead.
+        dlse: with ``backward``: the log-sum-exp has a gradient too.
         keywords: as there.
 
     Returns:
@@ -451,6 +467,10 @@ def explain(q, k, v, *, arch=None, **keywords) -> Plan:
         arch, workers = ops.device_facts(q.device.index)
     else:
         arch, workers = arch or "sm_90a", MULTIPROCESSORS
+    if backward:
+        return ops.plan_backward_call((q, k, v), options, arch, workers, dlse)
+    if dlse:
+        raise ValueError("dlse says something of a backward only")
     return ops.plan_call(q, k, v, options, arch, workers)
 
 

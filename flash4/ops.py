@@ -6,7 +6,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from flash4.common.mods import AUX
-from flash4.dispatch import Plan, architecture, plan_forward
+from flash4.dispatch import (
+    BackwardPlan,
+    Plan,
+    architecture,
+    gradient_obstacle,
+    plan_backward,
+    plan_forward,
+)
 from flash4.jit.cache import CACHE
 from flash4.problem import LENGTHS, AttentionProblem, CallOptions, check_call, positive_scale
 
@@ -280,11 +287,149 @@ def _forward_fake(q, k, v, *options):
     return empty_output(q, v.shape[-1]), empty_lse(q)
 
 
-def _backward(ctx, grad_out, grad_lse):
+@dataclass(frozen=True)
+class BackwardLaunch:
+    """What a backward needs at run time, looked up by shapes.
+
+    Attributes:
+        prepare: compiled kernel before the main one.
+        main: compiled kernel.
+        finish: compiled kernel after it.
+        section: heads per section of the tile schedule.
+        query_blocks: blocks of queries of each head.
+        tile_m: queries of a block.
+        tile_d: head dim of dQ, padded.
+    """
+
+    prepare: object
+    main: object
+    finish: object
+    section: int
+    query_blocks: int
+    tile_m: int
+    tile_d: int
+
+
+_backward_launches: dict[tuple, BackwardLaunch | None] = {}
+
+
+def _backward_launch_for(q, k, v, options: CallOptions, dlse: bool) -> BackwardLaunch | None:
+    """Look a backward up; None for an empty problem. Planning runs once per key."""
+    key = (q.shape, k.shape, v.shape, q.dtype, q.device, dlse, *options.flags)
+    try:
+        return _backward_launches[key]
+    except KeyError:
+        pass
+    problem = AttentionProblem.of_call(q, k, v, options)
+    launch = None
+    if not problem.is_empty:
+        plan = plan_backward(problem, *device_facts(q.device.index), dlse)
+        with torch.cuda.device(q.device):
+            functions = [CACHE.get(*kernel) for kernel in plan.kernels]
+        sizes = (plan.query_blocks, plan.config.tile_m, plan.config.tile_d)
+        launch = BackwardLaunch(*functions, plan.section, *sizes)
+    if len(_backward_launches) >= MAX_LAUNCHES:
+        _backward_launches.clear()
+    _backward_launches[key] = launch
+    return launch
+
+
+def empty_gradients(q, k, v):
+    """Gradients for q, k and v, each in its tensor's memory order of heads and rows."""
+    return tuple(empty_output(x, x.shape[-1]) for x in (q, k, v))
+
+
+def run_backward(dout, dlse, q, k, v, out, lse, options: CallOptions):
+    """Gradients (dq, dk, dv) of a call.
+
+    Args:
+        dout: gradient of out, any strides.
+        dlse: gradient of lse, or None.
+        q: as the call was given it, as k and v.
+        k: keys.
+        v: values.
+        out: result of the call.
+        lse: log-sum-exp of the call.
+        options: of the call.
+    """
+    launch = _backward_launch_for(q, k, v, options, dlse is not None)
+    gradients = empty_gradients(q, k, v)
+    if launch is None:
+        for gradient in gradients:
+            gradient.zero_()
+        return gradients
+    dq, dk, dv = (addressable_out(gradient) for gradient in gradients)
+    q, k, v, out, dout = (addressable(x) for x in (q, k, v, out, dout))
+    rows = (q.shape[0], q.shape[2], launch.query_blocks)  # batch, heads, blocks
+    statistics = q.new_empty((2, *rows[:2], rows[2] * launch.tile_m), dtype=torch.float32)
+    sums = q.new_empty((*rows, launch.tile_m * launch.tile_d), dtype=torch.float32)
+    prepared = (out, dout, lse.contiguous(), *statistics, sums)
+    prepared += () if dlse is None else (dlse,)
+    scale = options.softmax_scale
+    with torch.cuda.device(q.device):
+        launch.prepare(prepared)
+        launch.main((q, k, v, dout, *statistics, sums, dk, dv), scale, launch.section)
+        launch.finish(sums, dq, scale)
+    return gradients
+
+
+def plan_backward_call(
+    inputs, options: CallOptions, arch: str, workers: int, dlse: bool
+) -> BackwardPlan:
+    """Plan of the backward of a call with ``inputs`` q, k and v, with the copies that they need."""
+    plan = plan_backward(AttentionProblem.of_call(*inputs, options), arch, workers, dlse)
+    copies = zip(("q", "k", "v"), map(layout_obstacle, inputs), strict=True)
+    return replace(plan, copies=tuple(f"{name}: {why}" for name, why in copies if why is not None))
+
+
+torch.library.define(
+    "flash4::backward",
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "float softmax_scale, bool causal=False) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.impl("flash4::backward", "CUDA")
+def _backward(dout, dlse, q, k, v, out, lse, *options):
+    return run_backward(dout, dlse, q, k, v, out, lse, CallOptions(*options))
+
+
+@torch.library.register_fake("flash4::backward")
+def _backward_fake(dout, dlse, q, k, v, out, lse, *options):
+    return empty_gradients(q, k, v)
+
+
+def _refuse_second_derivatives(ctx, *gradients):
     raise NotImplementedError(
-        "flash4 has no backward yet; call the forward under torch.no_grad(), or on detached inputs"
+        "flash4 has no second derivatives: its backward was called with create_graph=True, and is not differentiable"
     )
 
 
-torch.library.register_autograd("flash4::forward", _backward)
+backward = torch.ops.flash4.backward.default
+
+
+def _save(ctx, inputs, output):
+    """Keep what the gradients need; refuse calls whose gradients are not built, while the caller is still there."""
+    q, k, v, *fields = inputs
+    options = CallOptions(*fields)
+    obstacle = gradient_obstacle(AttentionProblem.of_call(q, k, v, options))
+    if obstacle is not None:
+        raise NotImplementedError(f"{obstacle}; without gradients, call it under torch.no_grad()")
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+    ctx.call = (options.softmax_scale, options.causal)
+
+
+def _gradients(ctx, dout, dlse):
+    q, k, v, out, lse = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    gradients = backward(dout, dlse, q, k, v, out, lse, *ctx.call)
+    asked = zip(ctx.needs_input_grad, gradients, strict=False)
+    # As many as the caller gave: the dispatcher leaves out what is at its default.
+    others = [None] * (len(ctx.needs_input_grad) - len(gradients))
+    return (*(x if wanted else None for wanted, x in asked), *others)
+
+
+torch.library.register_autograd("flash4::backward", _refuse_second_derivatives)
+torch.library.register_autograd("flash4::forward", _gradients, setup_context=_save)
 forward = torch.ops.flash4.forward.default

@@ -155,3 +155,44 @@ class KvBlocks:
     def unmasked_from(self, query, seqlen_q, seqlen_k):
         """Blocks from this one on hold no key that ``query``, or one before it, may not see at its left."""
         return ceil_div(self.key_begin(query, seqlen_q, seqlen_k), self.tile_n)
+
+
+@dataclass(frozen=True)
+class QueryBlocks:
+    """Blocks of ``tile_m`` queries that a tile of ``tile_n`` keys visits in the backward, from the first to the last.
+
+    Attributes:
+        tile_m: queries per block.
+        tile_n: keys per tile.
+        causal: key ``j`` is seen by queries from ``j - (seqlen_k - seqlen_q)`` on.
+    """
+
+    tile_m: int
+    tile_n: int
+    causal: bool
+
+    def query_begin(self, key, seqlen_q, seqlen_k):
+        """First query that may see ``key``; behind every block's last query for a key that does not exist."""
+        begin = imax(key - (seqlen_k - seqlen_q), 0) if self.causal else 0
+        return choose(key < seqlen_k, begin, seqlen_q + self.tile_m)
+
+    def first(self, n_block, seqlen_q, seqlen_k):
+        """First block that tile ``n_block`` visits."""
+        if not self.causal:
+            return 0
+        return self.query_begin(n_block * self.tile_n, seqlen_q, seqlen_k) // self.tile_m
+
+    def count(self, n_block, seqlen_q, seqlen_k):
+        """Number of blocks that it visits, from ``first`` on: at least one, as the last query sees every key."""
+        return ceil_div(seqlen_q, self.tile_m) - self.first(n_block, seqlen_q, seqlen_k)
+
+    def masked(self, n_block, seqlen_q, seqlen_k):
+        """How many of them, from ``first`` on, hold a query that does not see all keys of the tile.
+
+        All of them, where the tile reaches past the last key.
+        """
+        count = self.count(n_block, seqlen_q, seqlen_k)
+        last_key = (n_block + 1) * self.tile_n - 1
+        begin = imin(self.query_begin(last_key, seqlen_q, seqlen_k), seqlen_q)
+        cut = ceil_div(begin, self.tile_m) - self.first(n_block, seqlen_q, seqlen_k)
+        return choose(last_key < seqlen_k, imin(cut, count), count)

@@ -30,12 +30,14 @@ class Role:
         warpgroups: indices of the warpgroups that the role occupies.
         active_warps: warps of those warpgroups that run the role function.
         registers: registers per thread after reallocation.
+        first_warp: the first of those warps, in the first warpgroup; roles may share a warpgroup.
     """
 
     name: str
     warpgroups: range
     active_warps: int
     registers: int
+    first_warp: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,17 @@ class PipelineGraph:
     @property
     def threads(self) -> int:
         """Threads per CTA."""
-        return WARPGROUP * sum(len(role.warpgroups) for role in self.roles)
+        return WARPGROUP * len(self._registers_by_warpgroup)
 
     @property
     def registers(self) -> int:
         """Registers of one CTA after reallocation."""
-        return sum(WARPGROUP * len(role.warpgroups) * role.registers for role in self.roles)
+        return WARPGROUP * sum(self._registers_by_warpgroup.values())
+
+    @property
+    def _registers_by_warpgroup(self) -> dict[int, int]:
+        """Registers per thread of each warpgroup; roles that share one have the same number."""
+        return {group: role.registers for role in self.roles for group in role.warpgroups}
 
     @property
     def launch_registers(self) -> int:

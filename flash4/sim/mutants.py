@@ -6,6 +6,7 @@ somebody can give, or a hole in the simulator.
 """
 
 import ast
+import functools
 import inspect
 import random
 import time
@@ -14,10 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flash4.sim import sm100_fwd
+from flash4.sim import sm90_bwd, sm100_fwd
 from flash4.sim.machine import Hazard
 from flash4.sim.sm90_fwd import Variation, round_to_16_bit, simulate_forward
-from flash4.sm90 import fwd_roles
+from flash4.sm90 import bwd_roles, fwd_roles
+from flash4.sm90.bwd_config import BackwardConfig
 from flash4.sm90.fwd_config import ForwardConfig
 from flash4.sm100 import fwd_roles as fwd_roles_sm100
 from flash4.sm100.fwd_config import ForwardConfig as ForwardConfigSm100
@@ -25,6 +27,7 @@ from flash4.sm100.fwd_config import ForwardConfig as ForwardConfigSm100
 DROPPED = {
     *("commit", "release", "open", "wait", "pass_on", "wait_mma", "wait_store"),
     *("post", "tail"),  # of signals and rings on Blackwell
+    *("sync", "acquire", "wait_read", "drain"),  # of the backward
 }
 UNWAITED = {
     "acquire_and_advance",
@@ -86,6 +89,39 @@ SM100_PROBLEMS = (
     Problem(ForwardConfigSm100(**SM100_SMALL, causal=True, stages=3, o_slots=1), 500, 250),
     Problem(ForwardConfigSm100(**SM100_SMALL, causal=False, stages=2), 700, 60),
     Problem(ForwardConfigSm100(**SM100_SMALL, causal=False, stages=6), 700, 130),
+)
+
+
+@dataclass(frozen=True)
+class BackwardProblem:
+    """What mutants of a backward run on; ``heads`` query heads share a KV head."""
+
+    config: BackwardConfig
+    seqlen_q: int
+    seqlen_k: int
+    heads: int = 1
+    workers: int = 1
+
+    def tensors(self):
+        """One tuple: random normal q, k, v, out, lse and dout; for a schedule, any out and lse will do."""
+        rng, c = np.random.default_rng(0), self.config
+
+        def draw(seqlen, heads, head_dim):
+            x = rng.standard_normal((1, seqlen, heads, head_dim), np.float32)
+            return round_to_16_bit(x, c.bf16)
+
+        q, dout = (draw(self.seqlen_q, self.heads, d) for d in (c.tile_d, c.tile_dv))
+        k, v = (draw(self.seqlen_k, 1, d) for d in (c.tile_d, c.tile_dv))
+        lse = np.full((1, self.heads, self.seqlen_q), 5, np.float32)
+        return ((q, k, v, 0.1 * dout, lse, dout),)
+
+
+# Tiles of one step and of several, with and without a mask, one tile and several of a CTA, both ways to share out dQ.
+BACKWARD_PROBLEMS = (
+    BackwardProblem(BackwardConfig(True, 16, 16, 64, False), 300, 200),
+    BackwardProblem(BackwardConfig(True, 16, 16, 64, True), 200, 300, 2),
+    BackwardProblem(BackwardConfig(True, 16, 16, 128, True), 300, 300, 1, 2),
+    BackwardProblem(BackwardConfig(True, 16, 16, 64, False), 64, 400),
 )
 
 
@@ -241,6 +277,20 @@ def sm100_fwd_mutants() -> list[Mutant]:
     return list(mutants_of_source(source, path, "ForwardRoles", sm100_fwd.Variation))
 
 
+def sm90_bwd_mutants() -> list[Mutant]:
+    """All mutants of the Hopper backward: of its source, and of how its ends count slots."""
+    source, path, vary = inspect.getsource(bwd_roles), bwd_roles.__file__, sm90_bwd.Variation
+    found = list(mutants_of_source(source, path, "BackwardRoles", vary))
+    for role in ("load", "mma"):
+        for ring in ("k", "v", "q", "do"):
+            for amount in (1, -1) if ring in ("q", "do") else (1,):
+                miscounts = {(role, ring): amount}
+                name = f"{role}: counts the slots of {ring} {amount:+}"
+                build = functools.partial(vary, miscounts=miscounts)
+                found.append(Mutant(name, 0, False, build))
+    return found
+
+
 class Jury:
     """Runs variations on the problems and compares with what the kernel itself gives."""
 
@@ -269,9 +319,14 @@ class Jury:
         return None
 
 
-KERNELS = {"sm90-fwd": sm90_fwd_mutants, "sm100-fwd": sm100_fwd_mutants}
+KERNELS = {
+    "sm90-fwd": sm90_fwd_mutants,
+    "sm90-bwd": sm90_bwd_mutants,
+    "sm100-fwd": sm100_fwd_mutants,
+}
 JURIES = {
     "sm90-fwd": Jury,
+    "sm90-bwd": lambda: Jury(BACKWARD_PROBLEMS, simulate=sm90_bwd.simulate_backward),
     "sm100-fwd": lambda: Jury(SM100_PROBLEMS, simulate=sm100_fwd.simulate_forward),
 }
 

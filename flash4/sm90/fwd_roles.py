@@ -75,7 +75,9 @@ class ForwardRoles:
             ops.pv(v_slot)
             ops.wait_mma(0)
             v_slot.release()
-            for _ in range(ops.passed_blocks(tile)):  # before every key that this warpgroup's rows see
+            for _ in range(
+                ops.passed_blocks(tile)
+            ):  # before every key that this warpgroup's rows see
                 k_slot = k_consumer.wait_and_advance()
                 k_slot.release()
                 v_slot = v_consumer.wait_and_advance()

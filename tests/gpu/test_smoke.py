@@ -293,18 +293,6 @@ def test_torch_compile_makes_one_graph():
         assert torch.equal(got, expected) and got.stride() == expected.stride()
 
 
-@pytest.mark.parametrize("differentiable", range(3))
-def test_backward_is_refused(differentiable: int):
-    inputs = list(SMALL.tensors(DEVICE))
-    inputs[differentiable].requires_grad_()
-    out, lse = flash4.flash_attn_func(*inputs, causal=True, return_lse=True)
-    for loss in (out.sum(), lse.sum()):
-        with pytest.raises(NotImplementedError, match="backward"):
-            loss.backward()
-    with torch.no_grad():
-        assert not flash4.flash_attn_func(*inputs, causal=True).requires_grad
-
-
 def test_new_shapes_and_scales_do_not_compile():
     from flash4.jit.cache import CACHE
 

@@ -1,0 +1,25 @@
+"""Where an accumulator's numbers lie, and where a dQ that is summed in that order has them (dual-mode, see ``geometry``).
+
+A warpgroup's accumulator of 64 rows is groups of 8 columns; of each, a thread has 4 numbers, which are stored together.
+"""
+
+WARP_ROWS = 16
+GROUP_COLUMNS = 8
+GROUP_NUMBERS = 4  # of one thread
+
+
+def accumulator_place(thread, group, number):
+    """(row, column) of number ``number`` that ``thread`` of the warpgroup has of a group."""
+    lane = thread % 32
+    row = thread // 32 * WARP_ROWS + lane // 4 + number // 2 * 8
+    return row, group * GROUP_COLUMNS + lane % 4 * 2 + number % 2
+
+
+def dq_place(config, part, thread, group, number):
+    """(query, head dim) in a block of dQ of a number of warpgroup ``part``; ``config`` is a ``FinishConfig``."""
+    row, column = accumulator_place(thread, group, number)
+    if config.swap_dq:
+        return column, part * 64 + row
+    if config.splits_queries:
+        return part * 64 + row, column
+    return row, part * (config.tile_d // 2) + column

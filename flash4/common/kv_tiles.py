@@ -1,0 +1,138 @@
+"""Work tiles of the backward and the order in which CTAs take them (dual-mode, see ``geometry``).
+
+One tile is ``tile_n`` keys of one KV head of one batch entry. It visits blocks of queries, of all the query heads that
+share its KV head: one (block, head) is a step.
+"""
+
+from dataclasses import dataclass
+
+from flash4.common.geometry import Phase, QueryBlocks, ceil_div, imax, imin
+
+
+@dataclass(frozen=True)
+class KvTile:
+    """One unit of work.
+
+    Attributes:
+        index: position in the schedule.
+        valid: whether the index lies inside the schedule.
+        n_block: tile of keys within the sequence.
+        head_kv: KV head.
+        batch: batch entry.
+        first_block: first block of queries that it visits.
+        steps: blocks of queries that it visits, times query heads.
+    """
+
+    index: object
+    valid: object
+    n_block: object
+    head_kv: object
+    batch: object
+    first_block: object
+    steps: object
+
+
+@dataclass(frozen=True)
+class KvGrid:
+    """Extent of the work.
+
+    Attributes:
+        n_blocks: tiles of keys per sequence.
+        heads_kv: KV heads.
+        batch: batch entries.
+        ratio: query heads per KV head.
+    """
+
+    n_blocks: object
+    heads_kv: object
+    batch: object
+    ratio: object
+
+    @property
+    def head_count(self):
+        """Independent (batch, KV head) pairs."""
+        return self.heads_kv * self.batch
+
+    @property
+    def total(self):
+        """Number of tiles."""
+        return self.n_blocks * self.head_count
+
+
+@dataclass(frozen=True)
+class KvTileSchedule:
+    """Order of the tiles: CTA ``start`` of ``step`` takes every ``step``-th.
+
+    Heads are cut into sections of ``section`` heads; within a section the tiles of all its heads run from the longest
+    to the shortest, which under a causal mask is from the first keys to the last.
+
+    Attributes:
+        blocks: visiting rule of query blocks; static.
+        grid: extent of the work.
+        section: heads per section.
+        start: this CTA, 0 <= start < step.
+        step: number of CTAs.
+        seqlen_q: queries per sequence.
+        seqlen_k: keys per sequence.
+    """
+
+    blocks: QueryBlocks
+    grid: KvGrid
+    section: object
+    start: object
+    step: object
+    seqlen_q: object
+    seqlen_k: object
+
+    def first(self):
+        """Return the CTA's first tile."""
+        return self.at(self.start)
+
+    def next(self, tile):
+        """Return the CTA's tile after ``tile``."""
+        return self.at(tile.index + self.step)
+
+    def at(self, index):
+        """Decode a tile index."""
+        grid, lengths = self.grid, (self.seqlen_q, self.seqlen_k)
+        tiles_per_section = self.section * grid.n_blocks
+        section = index // tiles_per_section
+        within = index - section * tiles_per_section
+        # At least one head, so that the index behind the last tile decodes too (to a place outside the tensors).
+        heads = imax(imin(self.section, grid.head_count - section * self.section), 1)
+        n_block = within // heads
+        head = section * self.section + within - n_block * heads
+        batch = head // grid.heads_kv
+        return KvTile(
+            index=index,
+            valid=index < grid.total,
+            n_block=n_block,
+            head_kv=head - batch * grid.heads_kv,
+            batch=batch,
+            first_block=self.blocks.first(n_block, *lengths),
+            steps=self.blocks.count(n_block, *lengths) * grid.ratio,
+        )
+
+    def place(self, tile, i):
+        """(block of queries, query head) of step ``i``: the heads of a block one after the other.
+
+        So the masked blocks of all heads come first.
+        """
+        block = i // self.grid.ratio
+        head = tile.head_kv * self.grid.ratio + i - block * self.grid.ratio
+        return tile.first_block + block, head
+
+    def phases(self, tile) -> tuple[Phase, Phase]:
+        """Steps with a mask, then those without."""
+        masked = self.blocks.masked(tile.n_block, self.seqlen_q, self.seqlen_k) * self.grid.ratio
+        return Phase(0, masked, True), Phase(masked, tile.steps, False)
+
+
+def kv_grid_of(problem, tile_n: int) -> KvGrid:
+    """Tiles of a dense problem."""
+    return KvGrid(
+        n_blocks=ceil_div(problem.seqlen_k, tile_n),
+        heads_kv=problem.heads_kv,
+        batch=problem.batch,
+        ratio=problem.gqa_ratio,
+    )

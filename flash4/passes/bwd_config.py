@@ -1,0 +1,47 @@
+"""Configurations of the kernels before and after a backward; DSL-free."""
+
+from dataclasses import dataclass
+
+THREADS = 256
+PREPARE = "flash4.passes.bwd_prepare:PrepareBackward"
+FINISH = "flash4.passes.bwd_finish:FinishBackward"
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """Facts of the kernel that makes the row statistics and zeroes the sums of dQ.
+
+    Attributes:
+        bf16: bfloat16 out and dout; float16 otherwise.
+        tile_m: queries per block.
+        tile_d: head dim of dQ, padded.
+        tile_dv: head dim of out, padded.
+        dlse: the LSE has a gradient.
+    """
+
+    bf16: bool
+    tile_m: int
+    tile_d: int
+    tile_dv: int
+    dlse: bool
+
+
+@dataclass(frozen=True)
+class FinishConfig:
+    """Facts of the kernel that makes dQ of its sums; fields as in ``sm90.bwd_config.BackwardConfig``."""
+
+    bf16: bool
+    tile_m: int
+    tile_d: int
+    swap_dq: bool
+
+    @property
+    def splits_queries(self) -> bool:
+        """Each warpgroup has half of the queries, not of the head dims."""
+        return self.tile_m == 128 and not self.swap_dq
+
+
+def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig]:
+    """The kernels around a backward kernel of this config."""
+    prepare = PrepareConfig(config.bf16, config.tile_m, config.tile_d, config.tile_dv, dlse)
+    return prepare, FinishConfig(config.bf16, config.tile_m, config.tile_d, config.swap_dq)

@@ -1,0 +1,97 @@
+"""After a backward: dQ = scale * its sums, from the order of accumulators to rows, in 16 bit."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32
+from cutlass.memory import SmemAllocator
+
+from flash4.common.fragments import GROUP_NUMBERS, dq_place
+from flash4.passes.bwd_config import THREADS, FinishConfig
+from flash4.passes.bwd_prepare import VECTOR, place_of
+
+PARTS = 2  # MMA warpgroups of the backward
+PART_THREADS = THREADS // PARTS
+
+
+class FinishBackward:
+    """One CTA for each block of queries of one head; rows are put together in shared memory."""
+
+    def __init__(self, config: FinishConfig):
+        self.config = config
+        self.dtype = BFloat16 if config.bf16 else Float16
+
+    def fake_arguments(self):
+        """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
+        c, fake = self.config, cute.runtime.make_fake_tensor
+        batch, heads, seqlen, blocks = (cute.sym_int() for _ in range(4))
+
+        def sym(divisibility):
+            return cute.sym_int64(divisibility=divisibility)
+
+        sums = fake(
+            Float32,
+            (batch, heads, blocks, c.tile_m * c.tile_d),
+            stride=(sym(4), sym(4), sym(4), 1),
+            assumed_align=16,
+        )
+        dq = fake(
+            self.dtype,
+            (batch, seqlen, heads, cute.sym_int(divisibility=VECTOR)),
+            stride=(sym(8), sym(8), sym(8), 1),
+            assumed_align=16,
+        )
+        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        return (sums, dq, Float32(1.0), stream)
+
+    @cute.jit
+    def __call__(
+        self,
+        sums: cute.Tensor,  # (B, H, blocks, tile_m tile_d), float32
+        dq: cute.Tensor,  # (B, S, H, D)
+        scale: Float32,
+        stream,
+    ):
+        """Launch."""
+        blocks = (sums.shape[2], sums.shape[1])
+        self.kernel(sums, dq, scale, blocks).launch(
+            grid=(sums.shape[2] * sums.shape[1] * sums.shape[0], 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, sums: cute.Tensor, dq: cute.Tensor, scale: Float32, blocks: tuple):
+        """Sums -> registers -> shared memory, by rows -> dQ."""
+        c = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        index, _, _ = cute.arch.block_idx()
+        block, head, batch = place_of(index, blocks)
+        part, mine = thread // PART_THREADS, thread % PART_THREADS
+        width = c.tile_d + VECTOR  # rows apart by other than whole turns of the banks
+        sQ = SmemAllocator().allocate_tensor(
+            self.dtype, cute.make_layout((c.tile_m, c.tile_d), stride=(width, 1)), byte_alignment=16
+        )
+        groups = c.tile_m * c.tile_d // (GROUP_NUMBERS * THREADS)
+        values = cute.make_rmem_tensor((GROUP_NUMBERS, groups), Float32)
+        part_floats = GROUP_NUMBERS * PART_THREADS * groups
+        source = sums[batch, head, block, None].iterator + (
+            part * part_floats + mine * GROUP_NUMBERS
+        )
+        layout = cute.make_layout((GROUP_NUMBERS, groups), stride=(1, GROUP_NUMBERS * PART_THREADS))
+        cute.autovec_copy(cute.make_tensor(source.align(16), layout), values)
+        for group in cutlass.range_constexpr(groups):
+            for number in cutlass.range_constexpr(GROUP_NUMBERS):
+                query, column = dq_place(c, part, mine, group, number)
+                sQ[query, column] = (values[number, group] * scale).to(self.dtype)
+        cute.arch.sync_threads()
+        vectors = c.tile_d // VECTOR  # of a row
+        for i in cutlass.range_constexpr(cute.ceil_div(c.tile_m * vectors, THREADS)):
+            number = i * THREADS + thread
+            query, vector = number // vectors, number % vectors
+            row = block * c.tile_m + query
+            if (query < c.tile_m) & (row < dq.shape[1]) & (vector * VECTOR < dq.shape[3]):
+                at = (sQ.iterator + (query * width + vector * VECTOR)).align(16)
+                to = (dq[batch, row, head, None].iterator + vector * VECTOR).align(16)
+                copied = cute.make_rmem_tensor(VECTOR, self.dtype)
+                cute.autovec_copy(cute.make_tensor(at, cute.make_layout(VECTOR)), copied)
+                cute.autovec_copy(copied, cute.make_tensor(to, cute.make_layout(VECTOR)))

@@ -1,0 +1,125 @@
+"""Before a backward: D = rowsum(dO O) - dLSE, the LSE in log2 units, and zeros for the sums of dQ to start from."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32
+
+from flash4.common.numerics import LOG2E
+from flash4.passes.bwd_config import THREADS, PrepareConfig
+
+VECTOR = 8  # 16-bit elements of one load
+FLOATS = 4  # float32 of one store
+
+
+class PrepareBackward:
+    """One CTA for each block of queries of one head."""
+
+    def __init__(self, config: PrepareConfig):
+        self.config = config
+        self.dtype = BFloat16 if config.bf16 else Float16
+        self.lanes = 8 if config.tile_dv <= 64 else 16  # threads of one row
+        self.rows = THREADS // self.lanes  # at a time
+
+    def fake_arguments(self):
+        """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
+        c, fake = self.config, cute.runtime.make_fake_tensor
+        batch, heads, seqlen, padded, blocks = (cute.sym_int() for _ in range(5))
+        head_dim = cute.sym_int(divisibility=VECTOR)
+
+        def sym(divisibility=1):
+            return cute.sym_int64(divisibility=divisibility)
+
+        def rows():
+            strides = (sym(8), sym(8), sym(8), 1)
+            shape = (batch, seqlen, heads, head_dim)
+            return fake(self.dtype, shape, stride=strides, assumed_align=16)
+
+        def statistic(length, *last):
+            return fake(
+                Float32, (batch, heads, length), stride=(sym(), sym(), *last), assumed_align=4
+            )
+
+        sums = fake(
+            Float32,
+            (batch, heads, blocks, c.tile_m * c.tile_d),
+            stride=(sym(4), sym(4), sym(4), 1),
+            assumed_align=16,
+        )
+        tensors = (
+            rows(), rows(), statistic(seqlen, 1), statistic(padded, 1), statistic(padded, 1), sums,
+        )  # fmt: skip
+        if c.dlse:
+            tensors += (statistic(seqlen, sym()),)
+        return (tensors, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True))
+
+    @cute.jit
+    def __call__(
+        self,
+        tensors,  # out, dout (B, S, H, Dv), lse (B, H, S); lse2, delta (B, H, padded S), dq (B, H, blocks, ..); dlse
+        stream,
+    ):
+        """Launch."""
+        sums = tensors[5]
+        blocks = (sums.shape[2], sums.shape[1])
+        self.kernel(tensors, blocks).launch(
+            grid=(sums.shape[2] * sums.shape[1] * sums.shape[0], 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, tensors: tuple, blocks: tuple):
+        """All loads first: they are what takes the time."""
+        c = self.config
+        out, dout, lse, lse2, delta, sums, *dlse = tensors
+        thread, _, _ = cute.arch.thread_idx()
+        index, _, _ = cute.arch.block_idx()
+        block, head, batch = place_of(index, blocks)
+        passes = cute.ceil_div(c.tile_m, self.rows)
+        lane, first = thread % self.lanes, thread // self.lanes
+        outs = cute.make_rmem_tensor((VECTOR, passes), self.dtype)
+        douts = cute.make_rmem_tensor((VECTOR, passes), self.dtype)
+        outs.fill(0.0)
+        douts.fill(0.0)
+        for i in cutlass.range_constexpr(passes):
+            row = block * c.tile_m + i * self.rows + first
+            if (row < out.shape[1]) & (lane * VECTOR < out.shape[3]):
+                load_vector(out[batch, row, head, None], lane, outs[None, i])
+                load_vector(dout[batch, row, head, None], lane, douts[None, i])
+        zeros = cute.make_rmem_tensor(FLOATS, Float32)
+        zeros.fill(0.0)
+        target = sums[batch, head, block, None].iterator + thread * FLOATS
+        for i in cutlass.range_constexpr(c.tile_m * c.tile_d // (FLOATS * THREADS)):
+            at = (target + i * FLOATS * THREADS).align(16)
+            cute.autovec_copy(zeros, cute.make_tensor(at, cute.make_layout(FLOATS)))
+        for i in cutlass.range_constexpr(passes):
+            products = outs[None, i].load().to(Float32) * douts[None, i].load().to(Float32)
+            total = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
+            row = block * c.tile_m + i * self.rows + first
+            if (lane == 0) & (i * self.rows + first < c.tile_m):
+                # What is +inf makes P = 0: rows behind the last, and rows that see no key.
+                row_lse, row_delta = Float32.inf, Float32(0.0)
+                if row < out.shape[1]:
+                    row_lse = lse[batch, head, row] * LOG2E
+                    row_delta = total
+                    if cutlass.const_expr(c.dlse):
+                        row_delta = total - dlse[0][batch, head, row]
+                    if row_lse == -Float32.inf:
+                        row_lse, row_delta = Float32.inf, Float32(0.0)
+                lse2[batch, head, row] = row_lse
+                delta[batch, head, row] = row_delta
+
+
+def place_of(index, blocks):
+    """(block, head, batch) of a CTA; ``blocks`` are the numbers of blocks and of heads."""
+    count, heads = blocks
+    rest = index // count
+    batch = rest // heads
+    return index - rest * count, rest - batch * heads, batch
+
+
+def load_vector(row, lane, values):
+    """Eight elements of a row."""
+    at = (row.iterator + lane * VECTOR).align(16)
+    cute.autovec_copy(cute.make_tensor(at, cute.make_layout(VECTOR)), values)

@@ -1,0 +1,468 @@
+"""The Hopper backward on a CPU: its own roles and tile schedule, with verbs in NumPy; see ``sm90_fwd``.
+
+The kernels before and after it are plain formulas here: they have no schedule.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flash4.common.dsl import plain
+from flash4.common.geometry import ceil_div
+from flash4.common.graph import WARP, WARPGROUP
+from flash4.common.kv_tiles import KvGrid, KvTileSchedule
+from flash4.common.numerics import LOG2E
+from flash4.sim.barriers import NamedBarrier
+from flash4.sim.bulk import Accumulator, BulkGroups
+from flash4.sim.limits import check_graph
+from flash4.sim.machine import Machine
+from flash4.sim.memory import Fragment, Region, Space
+from flash4.sim.rings import End, MmaQueue, Ring
+from flash4.sim.sm90_fwd import matmul, round_to_16_bit
+from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, TILE_N, BackwardConfig
+from flash4.sm90.bwd_ops import (
+    BARRIER_DQ_EMPTY,
+    BARRIER_DQ_FULL,
+    BARRIER_EXCHANGE,
+    BARRIER_STORE,
+    BOX_THREADS,
+    EXCHANGE_THREADS,
+)
+from flash4.sm90.bwd_roles import BackwardRoles
+from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS, SMEM_LIMIT
+
+GROUPS = range(MMA_WARPGROUPS)
+WARPS = WARPGROUP // WARP
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the kernel: tensors as in ``simulate_backward``, and what is derived from them.
+
+    Attributes:
+        config: of the kernel.
+        q: queries.
+        k: keys.
+        v: values.
+        dout: gradient of out.
+        lse: (batch, heads, padded seqlen_q), log2 units; +inf where P must vanish.
+        delta: as lse.
+        dk: result.
+        dv: result.
+        scale: factor of a score.
+        tiles: schedule of one CTA.
+        sums: (batch, head, block, warpgroup) -> what the CTA adds to dQ there.
+    """
+
+    config: BackwardConfig
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dout: np.ndarray
+    lse: np.ndarray
+    delta: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    scale: np.float32
+    tiles: KvTileSchedule
+    sums: dict[tuple, Accumulator] = field(default_factory=dict)
+
+
+class LoadOps:
+    """Verbs of the ``load`` role."""
+
+    def __init__(self, call: Call):
+        self._call = call
+
+    def load_k(self, tile, slot):
+        """Fill the K slot with the tile's keys."""
+        self._fill(slot, self._keys(self._call.k, tile), (TILE_N, self._call.config.tile_d))
+
+    def load_v(self, tile, slot):
+        """Fill the V slot with the tile's values."""
+        self._fill(slot, self._keys(self._call.v, tile), (TILE_N, self._call.config.tile_dv))
+
+    def load_q(self, tile, i, slot):
+        """Fill a Q slot with the queries of step ``i`` and their LSE."""
+        call = self._call
+        self._load(call.q, call.lse, call.config.tile_d, (tile, i), slot)
+
+    def load_do(self, tile, i, slot):
+        """Fill a dO slot with the gradients of step ``i`` and their D."""
+        call = self._call
+        self._load(call.dout, call.delta, call.config.tile_dv, (tile, i), slot)
+
+    def _keys(self, x, tile):
+        rows = slice(tile.n_block * TILE_N, (tile.n_block + 1) * TILE_N)
+        return x[tile.batch, rows, tile.head_kv]
+
+    def _load(self, x, statistic, width, step, slot):
+        """A tile, with its statistic as a column behind it."""
+        tile_m, (tile, i) = self._call.config.tile_m, step
+        block, head = self._call.tiles.place(tile, i)
+        rows = slice(block * tile_m, (block + 1) * tile_m)
+        column = statistic[tile.batch, head, rows]
+        self._fill(slot, x[tile.batch, rows, head], (tile_m, width), column)
+
+    def _fill(self, slot, rows, shape, column=None):
+        block = np.zeros(shape, np.float32)  # TMA fills with zeros
+        block[: rows.shape[0], : rows.shape[1]] = rows
+        nbytes = block.size * ELEMENT_BYTES
+        if column is not None:
+            block = np.concatenate([block, column[:, None]], 1)
+            nbytes += column.nbytes
+        slot.fill(block, nbytes)
+
+
+class Exchange:
+    """Where both MMA warpgroups meet."""
+
+    def __init__(self, barrier: NamedBarrier):
+        self._barrier = barrier
+
+    def sync(self):
+        """Wait for the other warpgroup."""
+        self._barrier.sync()
+
+
+@dataclass(frozen=True)
+class Box:
+    """A warpgroup's part of dQ on its way to the reducing warp, with both sides' barriers."""
+
+    region: Region
+    full: NamedBarrier
+    empty: NamedBarrier
+
+
+def _sync(barrier: NamedBarrier, arrivals: int):
+    """Arrive so often and wait, as a number of warps do at a named barrier."""
+    phase = barrier.phase
+    barrier.arrive(arrivals)
+    barrier.wait(phase)
+
+
+class Outbox:
+    """An MMA warpgroup's end of its box."""
+
+    def __init__(self, box: Box):
+        self._box = box
+
+    def acquire(self):
+        """Wait until the box is empty."""
+        _sync(self._box.empty, WARPS)
+
+    def commit(self):
+        """Let the reducing warp see what was put into the box."""
+        machine = self._box.full.machine
+        machine.fence()
+        self._box.full.arrive(WARPS)
+        machine.give_way()
+
+
+class Inbox:
+    """The reducing warp's end of a box."""
+
+    def __init__(self, box: Box):
+        self._box = box
+
+    def open(self):
+        """Say that the box is empty, as it is at first."""
+        self.release()
+
+    def wait(self):
+        """Wait until the box is full."""
+        _sync(self._box.full, 1)
+
+    def release(self):
+        """Say that the box is empty."""
+        self._box.empty.arrive(1)
+        self._box.empty.machine.give_way()
+
+
+class ReduceOps:
+    """Verbs of the ``reduce`` role, for one MMA warpgroup's part of dQ."""
+
+    def __init__(self, machine: Machine, call: Call, box: Box, group: int):
+        self._machine, self._call, self._box, self._group = machine, call, box, group
+        self._bulk = BulkGroups(machine)
+
+    def add_dq(self, tile, i):
+        """Accumulator += box, for the queries of step ``i``."""
+        call = self._call
+        block, head = call.tiles.place(tile, i)
+        key = (tile.batch, head, block, self._group)
+        if key not in call.sums:
+            call.sums[key] = Accumulator(self._machine, f"dQ{key}", call.config.dq_shape)
+        self._bulk.reduce_add(self._box.region, call.sums[key], f"{tile.index}")
+        self._bulk.commit_group()
+
+    def wait_read(self):
+        """Wait until the box has been read."""
+        self._bulk.wait_group(0, read=True)
+
+    def drain(self):
+        """Wait until all additions are done."""
+        self._bulk.wait_group(0)
+
+
+class MmaOps:
+    """Verbs of the ``mma`` role, for one warpgroup."""
+
+    def __init__(self, machine: Machine, call: Call, group: int, regions: dict, box: Box):
+        self._machine, self._call, self._config, self._group = machine, call, call.config, group
+        self._name, self._regions, self._box = f"mma[{group}]", regions, box
+        self._rows = slice(group * MMA_ROWS, (group + 1) * MMA_ROWS)
+        self._queue = MmaQueue(machine, self._name)
+        self._stores = machine.lane(f"stores of {self._name}", ordered=True)
+        self._p, self._ds = (self._fragment(name, call.config.tile_m) for name in ("P", "dS"))
+
+    def _fragment(self, name, columns, rows=MMA_ROWS, fill=np.nan):
+        return Fragment(self._machine, f"{name} of {self._name}", (rows, columns), fill)
+
+    def phases(self, tile):
+        """Steps with a mask, then those without."""
+        return self._call.tiles.phases(tile)
+
+    def begin(self, tile):
+        """dK = dV = 0."""
+        self._dk = self._fragment("dK", self._config.tile_d, fill=0.0)
+        self._dv = self._fragment("dV", self._config.tile_dv, fill=0.0)
+
+    def s(self, k_slot, q_slot):
+        """Issue S^T = K Q^T into a fresh accumulator."""
+        return self._scores("S", k_slot, q_slot)
+
+    def dp(self, v_slot, do_slot):
+        """Issue dP^T = V dO^T into a fresh accumulator."""
+        return self._scores("dP", v_slot, do_slot)
+
+    def _scores(self, name, kept, passing):
+        acc, operands = self._fragment(name, self._config.tile_m), (kept.region, passing.region)
+
+        def product(keys, queries):
+            return matmul(keys[self._rows], queries[:, :-1].T)
+
+        self._queue.issue(acc, product, operands, False, name)
+        return acc
+
+    def softmax(self, tile, i, s, q_slot, phase):
+        """P^T = exp2(scale_log2 S^T - LSE); hidden pairs give 0."""
+        call, values = self._call, s.values
+        values[:] = values * (call.scale * np.float32(LOG2E)) - q_slot.region.read()[:, -1]
+        if phase.masked:
+            tiles = call.tiles
+            block, _ = tiles.place(tile, i)
+            queries = block * self._config.tile_m + np.arange(self._config.tile_m)
+            keys = range(tile.n_block * TILE_N, (tile.n_block + 1) * TILE_N)[self._rows]
+            lengths = (tiles.seqlen_q, tiles.seqlen_k)
+            begins = [tiles.blocks.query_begin(key, *lengths) for key in keys]
+            values[queries < np.array(begins)[:, None]] = -np.inf
+        values[:] = np.exp2(values)
+        self._p.values[:] = round_to_16_bit(values, self._config.bf16)
+
+    def ds(self, i, s, dp, do_slot):
+        """dS^T = P^T (dP^T - D), to registers and to the shared memory of step ``i``."""
+        values = s.values * (dp.values - do_slot.region.read()[:, -1])
+        rounded = round_to_16_bit(values, self._config.bf16)
+        self._ds.values[:] = rounded
+        self._regions["ds", i % STAGES, self._group].write(rounded)
+        self._machine.fence()
+
+    def dv(self, do_slot):
+        """Issue dV += P^T dO."""
+        self._accumulate(self._dv, self._p, do_slot, "dV")
+
+    def dk(self, q_slot):
+        """Issue dK += dS^T Q."""
+        self._accumulate(self._dk, self._ds, q_slot, "dK")
+
+    def _accumulate(self, acc, operand, slot, name):
+        def product(a, b):
+            return matmul(a, b[:, :-1])
+
+        self._queue.issue(acc, product, (operand.region, slot.region), True, name)
+
+    def dq(self, i, k_slot):
+        """Issue this warpgroup's part of dQ = dS K into a fresh accumulator."""
+        c, (queries, columns) = self._config, self._config.dq_shape
+        acc = self._fragment("dQ", columns, queries)
+        part = slice(self._group * queries, (self._group + 1) * queries)
+        width = slice(self._group * columns, (self._group + 1) * columns)
+
+        def product(first, second, keys):
+            ds = np.concatenate([first, second])
+            if c.splits_queries:
+                return matmul(ds.T[part], keys)
+            return matmul(ds.T, keys[:, width])
+
+        halves = [self._regions["ds", i % STAGES, group] for group in GROUPS]
+        self._queue.issue(acc, product, (*halves, k_slot.region), False, "dQ")
+        return acc
+
+    def wait_mma(self, pending):
+        """Wait until at most ``pending`` MMAs are in flight."""
+        self._queue.wait(pending)
+
+    def put_dq(self, dq):
+        """Registers -> box."""
+        self._box.region.write(dq.values.copy())
+
+    def store(self, tile):
+        """Start the store of dK (scaled) and dV, this warpgroup's 64 rows."""
+        call, bf16 = self._call, self._config.bf16
+        first = tile.n_block * TILE_N + self._group * MMA_ROWS
+        results = {"dk": (self._dk, call.dk, call.scale), "dv": (self._dv, call.dv, 1)}
+        for name, (acc, target, factor) in results.items():
+            region = self._regions[name, self._group]
+            region.write(round_to_16_bit(acc.values * np.float32(factor), bf16))
+            self._machine.fence()
+            self._start_store(region, target[tile.batch, first : first + MMA_ROWS, tile.head_kv])
+
+    def _start_store(self, region, target):
+        def land():
+            target[:] = region.peek()[: target.shape[0], : target.shape[1]]
+
+        self._stores.issue(f"the store of {region.name}", land, reads=[region])
+
+    def wait_store(self):
+        """Wait until this warpgroup's stores have read their shared memory."""
+        self._stores.join(self._stores.issued)
+
+
+@dataclass(frozen=True)
+class Variation:
+    """What a run may change, to see whether it matters; fields as of ``sm90_fwd.Variation``."""
+
+    roles: type = BackwardRoles
+    miscounts: dict = field(default_factory=dict)
+    strict: bool = True
+
+
+def prepare(config: BackwardConfig, out, lse, dout, dlse=None):
+    """LSE in log2 units and D, both of whole blocks, as ``passes.bwd_prepare`` makes them."""
+    batch, seqlen, heads, _ = out.shape
+    padded = ceil_div(seqlen, config.tile_m) * config.tile_m
+    lse2 = np.full((batch, heads, padded), np.inf, np.float32)
+    delta = np.zeros((batch, heads, padded), np.float32)
+    keyless = lse == -np.inf
+    d = (out * dout).sum(-1, dtype=np.float32).transpose(0, 2, 1)
+    d = d if dlse is None else d - dlse
+    lse2[:, :, :seqlen] = np.where(keyless, np.inf, lse * np.float32(LOG2E))
+    delta[:, :, :seqlen] = np.where(keyless, 0, d)
+    return lse2, delta
+
+
+def simulate_backward(
+    config: BackwardConfig, tensors, scale, workers=2, seed=0, variation=None, dlse=None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Run the kernel's roles on every tile of a problem.
+
+    Args:
+        config: of the kernel.
+        tensors: q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v (.., head_dim_v),
+            out, lse (batch, heads, seqlen_q) and dout; float32, all but lse holding 16-bit values.
+        scale: softmax scale.
+        workers: CTAs that share the tiles.
+        seed: decides whatever the schedule leaves open, and the heads per section.
+        variation: a ``Variation``; the kernel itself by default.
+        dlse: gradient of lse.
+
+    Returns:
+        (dq, dk, dv), float32 holding 16-bit values.
+
+    Raises:
+        Hazard: the schedule deadlocks or breaks a rule of the hardware.
+    """
+    q = tensors[0]
+    batch, seqlen, heads, head_dim = q.shape
+    blocks = ceil_div(seqlen, config.tile_m)
+    dq = np.zeros((batch, heads, blocks * config.tile_m, config.tile_d), np.float32)
+    for machine, call in backward_machines(config, tensors, scale, workers, seed, variation, dlse):
+        machine.run()
+        for (b, head, block, group), part in call.sums.items():
+            queries, columns = config.dq_shape
+            row, column = block * config.tile_m, group * columns
+            if config.splits_queries:
+                row, column = row + group * queries, 0
+            dq[b, head, row : row + queries, column : column + columns] += part.values
+    dq = round_to_16_bit(dq * np.float32(scale), config.bf16).transpose(0, 2, 1, 3)
+    return dq[:, :seqlen, :, :head_dim], call.dk, call.dv
+
+
+def backward_machines(config, tensors, scale, workers, seed, variation=None, dlse=None):
+    """Yield the machine and the call of every CTA, ready to run; arguments as of ``simulate_backward``."""
+    (q, k, v, out, lse, dout), variation = tensors, variation or Variation()
+    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
+    grid = KvGrid(ceil_div(seqlen_k, TILE_N), heads_kv, batch, heads // heads_kv)
+    workers, section = min(workers, grid.total), 1 + seed % grid.head_count
+    dk, dv = (np.full(x.shape, np.nan, np.float32) for x in (k, v))
+    statistics = prepare(config, out, lse, dout, dlse)
+    check_graph(config.graph, SMEM_LIMIT)
+    for worker in range(workers):
+        lengths = (seqlen_q, seqlen_k)
+        tiles = KvTileSchedule(config.blocks, grid, section, worker, workers, *lengths)
+        call = Call(config, q, k, v, dout, *statistics, dk, dv, np.float32(scale), tiles)
+        machine = Machine(seed + worker, variation.strict)
+        _fill_cta(machine, call, variation)
+        yield machine, call
+
+
+def _regions(memory: Space, config: BackwardConfig) -> dict[tuple, Region]:
+    """Parts of shared memory that are not slots of a ring, by the graph's map."""
+    bases, regions = config.graph.addresses(), {}
+    half = config.tile_m * MMA_ROWS * ELEMENT_BYTES
+    box = config.dq_floats * 4
+
+    def add(key, at, size, shape):
+        name = "".join(str(part) if i == 0 else f"[{part}]" for i, part in enumerate(key))
+        regions[key] = Region(memory, name, at, at + size, shape)
+
+    for group in GROUPS:
+        for stage in range(STAGES):
+            at = bases["ds"] + (stage * MMA_WARPGROUPS + group) * half
+            add(("ds", stage, group), at, half, (MMA_ROWS, config.tile_m))
+        add(("dq", group), bases["dq"] + group * box, box, config.dq_shape)
+        for name, width in (("dk", config.tile_d), ("dv", config.tile_dv)):
+            size = MMA_ROWS * width * ELEMENT_BYTES
+            add((name, group), bases[name] + group * size, size, (MMA_ROWS, width))
+    return regions
+
+
+def _fill_cta(machine: Machine, call: Call, variation: Variation):
+    """Shared memory, rings, barriers and roles of one CTA, by the config's graph."""
+    config, graph, schedule = call.config, call.config.graph, variation.roles()
+    memory, bases = Space(machine), graph.addresses()
+    shapes = {
+        "k": (TILE_N, config.tile_d),
+        "v": (TILE_N, config.tile_dv),
+        "q": (config.tile_m, config.tile_d + 1),
+        "do": (config.tile_m, config.tile_dv + 1),
+    }
+    rings = [
+        Ring(machine, spec, MMA_WARPGROUPS, memory, bases[spec.name], shapes[spec.name])
+        for spec in graph.rings
+    ]
+    regions = _regions(memory, config)
+
+    def ends(role, order):
+        named = {ring.spec.name: ring for ring in rings}
+        return [End(named[name], variation.miscounts.get((role, name), 0)) for name in order]
+
+    meeting = NamedBarrier(machine, BARRIER_EXCHANGE, "exchange", EXCHANGE_THREADS, WARPGROUP)
+    roles = {name: plain(getattr(variation.roles, name)) for name in ("load", "mma", "reduce")}
+    order, tiles = ("k", "v", "q", "do"), call.tiles
+    machine.spawn("load", roles["load"], schedule, LoadOps(call), tiles, *ends("load", order))
+    for group in GROUPS:
+        machine.name_barrier(BARRIER_STORE + group, f"store of mma[{group}]")
+        box = Box(
+            regions["dq", group],
+            *(
+                NamedBarrier(machine, number + group, f"dq[{group}] {what}", BOX_THREADS, WARP)
+                for number, what in ((BARRIER_DQ_FULL, "full"), (BARRIER_DQ_EMPTY, "empty"))
+            ),
+        )
+        ops = MmaOps(machine, call, group, regions, box)
+        ends_and_signals = (*ends("mma", order), Exchange(meeting), Outbox(box))
+        machine.spawn(f"mma[{group}]", roles["mma"], schedule, ops, tiles, *ends_and_signals)
+        ops = ReduceOps(machine, call, box, group)
+        machine.spawn(f"reduce[{group}]", roles["reduce"], schedule, ops, tiles, Inbox(box))

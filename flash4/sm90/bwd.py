@@ -1,0 +1,375 @@
+"""Backward attention for Hopper: host code, launch and wiring of the roles.
+
+    load --[k x1 tma->warps]--> mma
+    load --[v x1 tma->warps]--> mma
+    load --[q x2 tma->warps]--> mma
+    load --[do x2 tma->warps]--> mma
+    mma --[dq, one box per warpgroup]--> reduce --[bulk additions]--> global memory
+
+Per step, one block of queries of one head:
+
+    mma   S^T = K Q^T | dP^T = V dO^T | P = exp(scale S - LSE) | dS = P (dP - D) | dV += P^T dO | dQ = dS K
+          | dK += dS^T Q, dQ into its box
+
+LSE and D come from ``passes.bwd_prepare``; ``passes.bwd_finish`` makes dQ of the sums. Config and graph are in
+``bwd_config``, the schedule in ``bwd_roles``, its verbs in ``bwd_ops``.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from flash4.common.graph import WARPGROUP
+from flash4.common.kv_tiles import KvGrid, KvTileSchedule
+from flash4.common.numerics import LOG2E, opaque
+from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, TILE_N, BackwardConfig
+from flash4.sm90.bwd_ops import Exchange, Inbox, LoadOps, MmaOps, Outbox, ReduceOps
+from flash4.sm90.bwd_roles import BackwardRoles
+from flash4.sm90.fwd_config import MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT
+from flash4.sm90.fwd_ops import Operand, element
+from flash4.sm90.fwd_views import permuted_view
+
+ROW = LayoutEnum.ROW_MAJOR
+K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
+
+
+@dataclass(frozen=True)
+class TiledMmas:
+    """The products of a step: S^T and dP^T, dK, dV, dQ."""
+
+    s: cute.TiledMma
+    dk: cute.TiledMma
+    dv: cute.TiledMma
+    dq: cute.TiledMma
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Tensors behind TMA descriptors, (S, D, H, B)."""
+
+    q: Operand
+    k: Operand
+    v: Operand
+    do: Operand
+    dk: Operand
+    dv: Operand
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """What crosses the launch besides."""
+
+    lse: cute.Tensor  # (B, H, padded Sq), float32, log2 units
+    delta: cute.Tensor  # (B, H, padded Sq), float32
+    dq: cute.Tensor  # (B, H, blocks, tile_m tile_d), float32
+    scale: Float32
+    section: Int32
+    seqlen_q: Int32
+    seqlen_k: Int32
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Tensors in shared memory; see the verbs."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    do: cute.Tensor
+    ds: cute.Tensor
+    dq: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    lse: cute.Tensor
+    delta: cute.Tensor
+
+
+class BackwardSm90:
+    """One Hopper backward kernel; see the module docstring for its pipeline."""
+
+    def __init__(self, config: BackwardConfig):
+        self.config = config
+        self.graph = config.graph
+        if not config.fits:
+            raise ValueError(
+                f"{config} needs {self.graph.smem_bytes} bytes of shared memory and up to {SMEM_ALIGN} "
+                f"for alignment, one CTA has {SMEM_LIMIT}"
+            )
+        self.roles = BackwardRoles()
+
+    def fake_arguments(self):
+        """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
+        c, fake = self.config, cute.runtime.make_fake_tensor
+        batch, heads, heads_kv = cute.sym_int(), cute.sym_int(), cute.sym_int()
+        seqlen_q, seqlen_k, padded, blocks = (cute.sym_int() for _ in range(4))
+        head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
+
+        def sym(divisibility):
+            return cute.sym_int64(divisibility=divisibility)
+
+        def tensor(*shape):
+            strides = (sym(8), sym(8), sym(8), 1)  # TMA: multiples of 16 bytes
+            return fake(element(c), shape, stride=strides, assumed_align=16)
+
+        def floats(*shape):
+            strides = (*(sym(4) for _ in shape[1:]), 1)  # bulk copies: multiples of 16 bytes
+            return fake(Float32, shape, stride=strides, assumed_align=16)
+
+        tensors = (
+            tensor(batch, seqlen_q, heads, head_dim),
+            tensor(batch, seqlen_k, heads_kv, head_dim),
+            tensor(batch, seqlen_k, heads_kv, head_dim_v),
+            tensor(batch, seqlen_q, heads, head_dim_v),
+            floats(batch, heads, padded),
+            floats(batch, heads, padded),
+            floats(batch, heads, blocks, c.tile_m * c.tile_d),
+            tensor(batch, seqlen_k, heads_kv, head_dim),
+            tensor(batch, seqlen_k, heads_kv, head_dim_v),
+        )
+        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        return (tensors, Float32(1.0), Int32(1), stream)
+
+    @cute.jit
+    def __call__(
+        self,
+        tensors,  # q, k, v, dout (B, S, H, D); lse, delta (B, H, padded Sq), dq (B, H, blocks, ..) float32; dk, dv
+        scale: Float32,
+        section: Int32,
+        stream,
+    ):
+        """Build layouts and TMA descriptors, and launch one CTA for each tile of keys."""
+        q, k, v, do, lse, delta, dq, dk, dv = tensors
+        grid = KvGrid(
+            n_blocks=cute.ceil_div(k.shape[1], TILE_N),
+            heads_kv=k.shape[2],
+            batch=k.shape[0],
+            ratio=q.shape[2] // k.shape[2],
+        )
+        run_time = RunTime(lse, delta, dq, scale, section, q.shape[1], k.shape[1])
+        self.kernel(
+            self._tiled_mmas(), self._operands((q, k, v, do, dk, dv)), run_time, grid
+        ).launch(
+            grid=(grid.total, 1, 1),
+            block=(self.graph.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def _operands(self, tensors):
+        """TMA descriptors of q, k, v, do, dk and dv."""
+        c, layouts = self.config, self._smem_layouts()
+        load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        boxes = {
+            "q": (load, (c.tile_m, c.tile_d)),
+            "k": (load, (TILE_N, c.tile_d)),
+            "v": (load, (TILE_N, c.tile_dv)),
+            "do": (load, (c.tile_m, c.tile_dv)),
+            "dk": (save, (MMA_ROWS, c.tile_d)),
+            "dv": (save, (MMA_ROWS, c.tile_dv)),
+        }
+        operands = []
+        for (name, (op, box)), tensor in zip(boxes.items(), tensors, strict=True):
+            one = cute.slice_(layouts[name], (None, None, 0))
+            view = permuted_view(tensor, [1, 3, 2, 0])
+            operands.append(Operand(*cpasync.make_tiled_tma_atom(op, view, one, box)))
+        return Operands(*operands)
+
+    def _tiled_mmas(self):
+        """Products by both warpgroups: 64 keys each of S^T, dP^T, dK and dV, and a part of dQ."""
+        c, dtype, two = self.config, element(self.config), (MMA_WARPGROUPS, 1, 1)
+
+        def product(majors, groups, tile, source=warpgroup.OperandSource.SMEM):
+            return hopper.make_trivial_tiled_mma(
+                dtype, dtype, *majors, Float32, groups, tile, source
+            )
+
+        registers = warpgroup.OperandSource.RMEM
+        if c.swap_dq:
+            dq = product((MN_MAJOR, K_MAJOR), two, (MMA_ROWS, c.tile_m))
+        elif c.splits_queries:
+            dq = product((K_MAJOR, MN_MAJOR), two, (MMA_ROWS, c.tile_d))
+        else:
+            dq = product((K_MAJOR, MN_MAJOR), (1, MMA_WARPGROUPS, 1), c.dq_shape)
+        return TiledMmas(
+            s=product((K_MAJOR, K_MAJOR), two, (MMA_ROWS, c.tile_m)),
+            dk=product((K_MAJOR, MN_MAJOR), two, (MMA_ROWS, c.tile_d), registers),
+            dv=product((K_MAJOR, MN_MAJOR), two, (MMA_ROWS, c.tile_dv), registers),
+            dq=dq,
+        )
+
+    def _smem_layouts(self):
+        """Swizzled layouts by buffer, (rows, columns, stages), rows contiguous.
+
+        K's atoms are as narrow as what one warpgroup takes of its columns for dQ.
+        """
+        c, dtype = self.config, element(self.config)
+        kind = hopper.get_smem_layout_atom(ROW, dtype, c.tile_d if c.swap_dq else c.dq_shape[1])
+        atom = warpgroup.make_smem_layout_atom(kind, dtype)
+
+        def rows(count, width, stages):
+            return hopper.make_smem_layout_a(ROW, (count, 1, width), dtype, stages)
+
+        return {
+            "q": rows(c.tile_m, c.tile_d, STAGES),
+            "k": cute.tile_to_shape(atom, (TILE_N, c.tile_d, 1), order=(0, 1, 2)),
+            "v": rows(TILE_N, c.tile_dv, 1),
+            "do": rows(c.tile_m, c.tile_dv, STAGES),
+            "ds": rows(c.tile_m, TILE_N, STAGES),
+            "dk": hopper.make_smem_layout_epi(dtype, ROW, (MMA_ROWS, c.tile_d), MMA_WARPGROUPS),
+            "dv": hopper.make_smem_layout_epi(dtype, ROW, (MMA_ROWS, c.tile_dv), MMA_WARPGROUPS),
+        }
+
+    @cute.kernel
+    def kernel(self, mmas: TiledMmas, operands: Operands, run_time: RunTime, grid: KvGrid):
+        """Allocate, open the rings, and send every warp to its role."""
+        c = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        start, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        if warp == 0:
+            for operand in (operands.q, operands.k, operands.v, operands.do):
+                cpasync.prefetch_descriptor(operand.atom)
+        smem = SmemAllocator()
+        shared = self._shared(smem)
+        lane = opaque(thread)  # ptxas would read the lane id anew for every release in the loop
+        k_producer, k_consumer = self._open_ring(smem, "k", lane)
+        v_producer, v_consumer = self._open_ring(smem, "v", lane)
+        q_producer, q_consumer = self._open_ring(smem, "q", lane)
+        do_producer, do_consumer = self._open_ring(smem, "do", lane)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        lengths = (run_time.seqlen_q, run_time.seqlen_k)
+        tiles = KvTileSchedule(c.blocks, grid, run_time.section, start, ctas, *lengths)
+        load, reduce, mma = (self.graph.role(name) for name in ("load", "reduce", "mma"))
+        if group == 0:
+            cute.arch.setmaxregister_decrease(load.registers)
+            if warp == 0:
+                ops = self._load_ops(operands, run_time, tiles, shared)
+                self.roles.load(ops, tiles, k_producer, v_producer, q_producer, do_producer)
+            first = reduce.first_warp
+            if (warp >= first) & (warp < first + reduce.active_warps):
+                mine = warp - first
+                ops = ReduceOps(c, tiles, run_time.dq, shared.dq[None, mine], mine)
+                self.roles.reduce(ops, tiles, Inbox(mine))
+        else:
+            cute.arch.setmaxregister_increase(mma.registers)
+            mine = group - mma.warpgroups.start
+            place = (thread % WARPGROUP, mine)
+            ops = self._mma_ops(mmas, operands, run_time, tiles, shared, place)
+            ends = (k_consumer, v_consumer, q_consumer, do_consumer)
+            self.roles.mma(ops, tiles, *ends, Exchange(), Outbox(mine))
+
+    def _shared(self, smem):
+        """Tensors in shared memory, by the graph's map."""
+        c, dtype, layouts = self.config, element(self.config), self._smem_layouts()
+        pointers = {
+            name: smem.allocate(nbytes, byte_alignment=SMEM_ALIGN)
+            for name, nbytes in self.graph.allocations().items()
+        }
+        tensors = {}
+        for buffer in self.graph.buffers:
+            if buffer.name in layouts:
+                layout, pointer = layouts[buffer.name], pointers[buffer.borrows or buffer.name]
+                pointer = cute.recast_ptr(pointer, swizzle_=layout.inner, dtype=dtype)
+                tensors[buffer.name] = cute.make_tensor(pointer, layout.outer)
+        floats = cute.recast_ptr(pointers["dq"], dtype=Float32)
+        tensors["dq"] = cute.make_tensor(floats, cute.make_layout((c.dq_floats, MMA_WARPGROUPS)))
+        for name, ring in (("lse", "q"), ("delta", "do")):
+            tile_bytes = self.graph.ring(ring).stage_bytes - c.statistics_bytes
+            behind = cute.recast_ptr(pointers[ring] + STAGES * tile_bytes, dtype=Float32)
+            tensors[name] = cute.make_tensor(behind, cute.make_layout((c.tile_m, STAGES)))
+        return Shared(**tensors)
+
+    def _open_ring(self, smem, name, lane):
+        """Barriers and the producer and consumer ends of the graph's ring ``name``."""
+        ring = self.graph.ring(name)
+        return pipeline.PipelineTmaAsync.create(
+            barrier_storage=smem.allocate_array(cutlass.Int64, 2 * ring.stages),
+            num_stages=ring.stages,
+            producer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, ring.producer.active_warps
+            ),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, ring.consumer_arrivals),
+            tx_count=ring.stage_bytes,
+            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            tidx=lane,
+            defer_sync=True,
+        ).make_participants()
+
+    def _load_ops(self, operands, run_time, tiles, shared):
+        """Verbs of the ``load`` role."""
+        return LoadOps(
+            config=self.config,
+            tiles=tiles,
+            q=operands.q,
+            k=operands.k,
+            v=operands.v,
+            do=operands.do,
+            mLSE=run_time.lse,
+            mD=run_time.delta,
+            sQ=shared.q,
+            sK=shared.k,
+            sV=shared.v,
+            sDO=shared.do,
+            sLSE=shared.lse,
+            sD=shared.delta,
+        )
+
+    def _mma_ops(self, mmas, operands, run_time, tiles, shared, place):
+        """Partition the operands for one warpgroup; allocate its accumulators."""
+        c, (thread, mine) = self.config, place
+
+        def a(tiled_mma, tensor):
+            part = tiled_mma.get_slice(mine * WARPGROUP).partition_A(tensor)
+            return tiled_mma.make_fragment_A(part)
+
+        def b(tiled_mma, tensor):
+            part = tiled_mma.get_slice(mine * WARPGROUP).partition_B(tensor)
+            return tiled_mma.make_fragment_B(part)
+
+        k_of_dq, ds_of_dq = (a, b) if c.swap_dq else (b, a)
+        operand = ((2, 2, 2), 1, c.tile_m // 16)
+        return MmaOps(
+            config=c,
+            tiles=tiles,
+            mma_s=mmas.s,
+            mma_dk=mmas.dk,
+            mma_dv=mmas.dv,
+            mma_dq=mmas.dq,
+            tSrK=a(mmas.s, shared.k),
+            tSrQ=b(mmas.s, shared.q),
+            tDPrV=a(mmas.s, shared.v),
+            tDPrDO=b(mmas.s, shared.do),
+            tDVrDO=b(mmas.dv, permuted_view(shared.do, [1, 0, 2])),
+            tDKrQ=b(mmas.dk, permuted_view(shared.q, [1, 0, 2])),
+            tDQrK=k_of_dq(mmas.dq, permuted_view(shared.k, [1, 0, 2])),
+            tDQrDS=ds_of_dq(mmas.dq, shared.ds),
+            tDVrP=cute.make_rmem_tensor(operand, element(c)),
+            tDKrDS=cute.make_rmem_tensor(operand, element(c)),
+            dk_acc=cute.make_rmem_tensor(((2, 2, c.tile_d // 8), 1, 1), Float32),
+            dv_acc=cute.make_rmem_tensor(((2, 2, c.tile_dv // 8), 1, 1), Float32),
+            sLSE=shared.lse,
+            sD=shared.delta,
+            sDS=cute.local_tile(
+                permuted_view(shared.ds, [1, 0, 2]), (MMA_ROWS, c.tile_m, STAGES), (mine, 0, 0)
+            ),
+            sDQ=shared.dq[None, mine],
+            sDK=shared.dk[None, None, mine],
+            sDV=shared.dv[None, None, mine],
+            dk_out=operands.dk,
+            dv_out=operands.dv,
+            scale=run_time.scale,
+            scale_log2=run_time.scale * LOG2E,
+            thread=thread,
+            warpgroup=mine,
+        )

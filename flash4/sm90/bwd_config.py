@@ -1,0 +1,176 @@
+"""Configuration and pipeline graph of the Hopper backward: every compile-time fact, DSL-free."""
+
+from dataclasses import dataclass
+
+from flash4.common.geometry import QueryBlocks
+from flash4.common.graph import Buffer, PipelineGraph, Ring, Role
+from flash4.sm90.fwd_config import (
+    ELEMENT_BYTES,
+    MMA_ROWS,
+    SMEM_ALIGN,
+    SMEM_LIMIT,
+    padded_head_dim,
+)
+
+FLOAT_BYTES = 4
+MMA_WARPGROUPS = 2
+TILE_N = MMA_ROWS * MMA_WARPGROUPS  # keys of a tile: each warpgroup's rows of S^T
+MAX_HEAD_DIM = 128
+MMA_REGISTERS, OTHER_REGISTERS = 240, 24
+STAGES = 2
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Compile-time facts of one Hopper backward kernel; ints and bools only, and it is the cache key.
+
+    Attributes:
+        bf16: bfloat16 inputs and gradients; float16 otherwise.
+        tile_d: head dim of Q, K, dQ and dK, padded (TMA fills with zeros).
+        tile_dv: head dim of V, dO and dV, padded.
+        tile_m: queries per step.
+        causal: bottom-right causal mask.
+        swap_dq: dQ^T = K^T dS^T is multiplied instead of dQ = dS K: each warpgroup has 64 of 128 head dims, and a step
+            any multiple of 8 queries.
+    """
+
+    bf16: bool
+    tile_d: int
+    tile_dv: int
+    tile_m: int
+    causal: bool
+    swap_dq: bool = False
+
+    def __post_init__(self):
+        if self.swap_dq and (self.tile_d != 2 * MMA_ROWS or self.tile_m % 16):
+            raise ValueError(
+                f"swap_dq with tile_d {self.tile_d}, tile_m {self.tile_m}; it needs {2 * MMA_ROWS}, and a multiple of 16"
+            )
+        if not self.swap_dq and self.tile_m not in (MMA_ROWS, 2 * MMA_ROWS):
+            raise ValueError(f"tile_m is {self.tile_m}; supported are 64 and 128, or swap_dq")
+
+    @property
+    def tile_n(self) -> int:
+        """Keys per tile."""
+        return TILE_N
+
+    @property
+    def blocks(self) -> QueryBlocks:
+        """Which blocks of queries a tile visits."""
+        return QueryBlocks(self.tile_m, TILE_N, self.causal)
+
+    @property
+    def splits_queries(self) -> bool:
+        """Each warpgroup multiplies dQ of half of the queries; else of half of the head dims."""
+        return self.tile_m == 2 * MMA_ROWS and not self.swap_dq
+
+    @property
+    def dq_shape(self) -> tuple[int, int]:
+        """(queries, head dims) of a warpgroup's part of dQ."""
+        if self.splits_queries:
+            return self.tile_m // MMA_WARPGROUPS, self.tile_d
+        return self.tile_m, self.tile_d // MMA_WARPGROUPS
+
+    @property
+    def dq_floats(self) -> int:
+        """Numbers in a warpgroup's part of dQ."""
+        return self.tile_m * self.tile_d // MMA_WARPGROUPS
+
+    @property
+    def statistics_bytes(self) -> int:
+        """Bytes of LSE, or of D, of a step's queries."""
+        return FLOAT_BYTES * self.tile_m
+
+    @property
+    def fits(self) -> bool:
+        """Whether one CTA's shared memory holds the kernel."""
+        return self.graph.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT
+
+    @property
+    def graph(self) -> PipelineGraph:
+        """Roles, rings and shared memory.
+
+        load --[k x1 tma->warps]--> mma
+        load --[v x1 tma->warps]--> mma
+        load --[q x2 tma->warps]--> mma
+        load --[do x2 tma->warps]--> mma
+        """
+        load = Role("load", range(0, 1), 1, OTHER_REGISTERS)
+        reduce = Role("reduce", range(0, 1), MMA_WARPGROUPS, OTHER_REGISTERS, first_warp=1)
+        mma = Role("mma", range(1, 1 + MMA_WARPGROUPS), 4 * MMA_WARPGROUPS, MMA_REGISTERS)
+        k_bytes, v_bytes = (TILE_N * d * ELEMENT_BYTES for d in (self.tile_d, self.tile_dv))
+        q_bytes, do_bytes = (self.tile_m * d * ELEMENT_BYTES for d in (self.tile_d, self.tile_dv))
+        statistics = self.statistics_bytes
+        return PipelineGraph(
+            roles=(load, reduce, mma),
+            rings=(
+                Ring("k", load, mma, 1, k_bytes),
+                Ring("v", load, mma, 1, v_bytes),
+                Ring("q", load, mma, STAGES, q_bytes + statistics),
+                Ring("do", load, mma, STAGES, do_bytes + statistics),
+            ),
+            buffers=(
+                Buffer("k", k_bytes),
+                Buffer("v", v_bytes),
+                Buffer("ds", STAGES * self.tile_m * TILE_N * ELEMENT_BYTES),
+                Buffer("dq", MMA_WARPGROUPS * self.dq_floats * FLOAT_BYTES),
+                Buffer("q", STAGES * (q_bytes + statistics)),  # tiles, then LSE of each
+                Buffer("do", STAGES * (do_bytes + statistics)),  # tiles, then D of each
+                Buffer("dk", k_bytes, borrows="k"),
+                Buffer("dv", v_bytes, borrows="v"),
+            ),
+        )
+
+
+# Features of a call whose gradients are not built: field of the problem -> what to ask for instead.
+UNBUILT = {
+    "window_left": "leave window_size at (None, None), or (None, 0)",
+    "window_right": "leave window_size at (None, None), or (None, 0)",
+    "softcap": "leave softcap at 0",
+    "sink": "leave learnable_sink at None",
+    "alibi": "leave alibi_slopes at None",
+    "score_mod": "leave score_mod at None",
+    "mask_mod": "leave mask_mod at None",
+    "varlen": "use flash_attn_func with sequences of one length",
+}
+
+
+def can_implement(problem) -> str | None:
+    """Why this kernel cannot run the backward of a problem, or None if it can."""
+    for name, instead in UNBUILT.items():
+        if getattr(problem, name):
+            return f"gradients with {name} are not built yet; {instead}"
+    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if size > MAX_HEAD_DIM:
+            return f"gradients with {name} {size} are not built yet; supported are up to {MAX_HEAD_DIM}"
+    return None
+
+
+def choose_config(problem) -> tuple[BackwardConfig, tuple[str, ...]]:
+    """Configuration for a problem that ``can_implement`` accepts, and the reasons for it."""
+    import torch
+
+    tile_d, tile_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
+    tile, why = choose_tile(tile_d, tile_dv)
+    config = BackwardConfig(
+        bf16=problem.dtype == torch.bfloat16,
+        tile_d=tile_d,
+        tile_dv=tile_dv,
+        causal=problem.causal,
+        **tile,
+    )
+    return config, (why,)
+
+
+def choose_tile(tile_d: int, tile_dv: int) -> tuple[dict, str]:
+    """Return the config fields that shape a step, and the reason.
+
+    dK and dV of 64 keys stay in a thread's registers, (tile_d + tile_dv) / 2 of them; S, dP and P of a step take
+    1.25 tile_m more.
+    """
+    if tile_d == tile_dv == 64:
+        return {"tile_m": 128}, "128 queries per step: what registers hold beside head dims 64/64"
+    if tile_d == 128:
+        why = f"80 queries per step: what registers hold beside head dims {tile_d}/{tile_dv}"
+        return {"tile_m": 80, "swap_dq": True}, why
+    return {"tile_m": 64}, f"64 queries per step: head dims {tile_d}/{tile_dv}"

@@ -1,0 +1,376 @@
+"""Verbs of the Hopper backward's schedule, in CuTe: TMA loads, WGMMA, P and dS, additions to dQ, store.
+
+Names as in ``fwd_ops``. Rows of S and dP are keys, so that P and dS are operands of dV and dK as they are: registers.
+An accumulator's columns are queries: ``8 j + 2 (t % 4) + {0, 1}`` for thread t.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+
+from flash4.common.dsl import inline_ptx
+from flash4.common.graph import WARP, WARPGROUP
+from flash4.common.kv_tiles import KvTileSchedule
+from flash4.sm90.bwd_config import STAGES, TILE_N, BackwardConfig
+from flash4.sm90.fwd_config import MMA_ROWS
+from flash4.sm90.fwd_ops import Operand, element, issue_mma, rows_of, tma_load
+
+# Named barriers; 0 is __syncthreads.
+BARRIER_EXCHANGE = 1  # both MMA warpgroups
+BARRIER_DQ_FULL = 2  # one per MMA warpgroup: 2, 3
+BARRIER_DQ_EMPTY = 4  # one per MMA warpgroup: 4, 5
+BARRIER_STORE = 6  # one per MMA warpgroup: 6, 7
+EXCHANGE_THREADS = 2 * WARPGROUP
+BOX_THREADS = WARPGROUP + WARP  # a warpgroup that fills the box of dQ, and the warp that empties it
+
+
+def copy_row(destination, source, nbytes: int, barrier):
+    """Bulk copy of ``nbytes`` from global to shared memory, which count at ``barrier``; the whole warp calls it."""
+    inline_ptx(
+        None,
+        "r,l,r,r",
+        "{ .reg .pred p; elect.sync _|p, 0xffffffff; @p cp.async.bulk.shared::cluster.global"
+        ".mbarrier::complete_tx::bytes [$0], [$1], $2, [$3]; }",
+        Int32(destination.toint()),
+        Int64(source.toint()),
+        Int32(nbytes),
+        Int32(barrier.toint()),
+        side_effects=True,
+    )
+
+
+def add_floats(destination, source, nbytes: int):
+    """Bulk addition of float32 from shared to global memory; the whole warp calls it."""
+    inline_ptx(
+        None,
+        "l,r,r",
+        "{ .reg .pred p; elect.sync _|p, 0xffffffff; @p cp.reduce.async.bulk.global.shared::cta"
+        ".bulk_group.add.f32 [$0], [$1], $2; }",
+        Int64(destination.toint()),
+        Int32(source.toint()),
+        Int32(nbytes),
+        side_effects=True,
+    )
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Where both MMA warpgroups meet."""
+
+    def sync(self):
+        """Wait for the other warpgroup."""
+        cute.arch.barrier(barrier_id=BARRIER_EXCHANGE, number_of_threads=EXCHANGE_THREADS)
+
+
+@dataclass(frozen=True)
+class Outbox:
+    """An MMA warpgroup's end of its box of dQ."""
+
+    warpgroup: Int32
+
+    def acquire(self):
+        """Wait until the box is empty."""
+        cute.arch.barrier(
+            barrier_id=BARRIER_DQ_EMPTY + self.warpgroup, number_of_threads=BOX_THREADS
+        )
+
+    def commit(self):
+        """Let the reducing warp see what was put into the box."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier_arrive(
+            barrier_id=BARRIER_DQ_FULL + self.warpgroup, number_of_threads=BOX_THREADS
+        )
+
+
+@dataclass(frozen=True)
+class Inbox:
+    """The reducing warp's end of a box of dQ."""
+
+    warpgroup: Int32
+
+    def open(self):
+        """Say that the box is empty, as it is at first."""
+        self.release()
+
+    def wait(self):
+        """Wait until the box is full."""
+        cute.arch.barrier(
+            barrier_id=BARRIER_DQ_FULL + self.warpgroup, number_of_threads=BOX_THREADS
+        )
+
+    def release(self):
+        """Say that the box is empty."""
+        cute.arch.barrier_arrive(
+            barrier_id=BARRIER_DQ_EMPTY + self.warpgroup, number_of_threads=BOX_THREADS
+        )
+
+
+@dataclass(frozen=True)
+class LoadOps:
+    """Verbs of the ``load`` role."""
+
+    config: BackwardConfig
+    tiles: KvTileSchedule
+    q: Operand  # (S, D, H, B), as the next three
+    k: Operand
+    v: Operand
+    do: Operand
+    mLSE: cute.Tensor  # (B, H, padded S), log2 units; +inf where P must vanish
+    mD: cute.Tensor  # (B, H, padded S)
+    sQ: cute.Tensor  # (tile_m, tile_d, stages)
+    sK: cute.Tensor  # (tile_n, tile_d, 1)
+    sV: cute.Tensor  # (tile_n, tile_dv, 1)
+    sDO: cute.Tensor  # (tile_m, tile_dv, stages)
+    sLSE: cute.Tensor  # (tile_m, stages)
+    sD: cute.Tensor  # (tile_m, stages)
+
+    def load_k(self, tile, slot):
+        """Fill the K slot with the tile's keys; rows past the sequence become zero."""
+        c = self.config
+        mK = self.k.tensor[None, None, tile.head_kv, tile.batch]
+        gK = cute.local_tile(mK, (TILE_N, c.tile_d), (tile.n_block, 0))
+        tma_load(self.k.atom, gK, self.sK, slot)
+
+    def load_v(self, tile, slot):
+        """Fill the V slot with the tile's values."""
+        c = self.config
+        mV = self.v.tensor[None, None, tile.head_kv, tile.batch]
+        gV = cute.local_tile(mV, (TILE_N, c.tile_dv), (tile.n_block, 0))
+        tma_load(self.v.atom, gV, self.sV, slot)
+
+    def load_q(self, tile, i, slot):
+        """Fill a Q slot with the queries of step ``i`` and their LSE; rows past the sequence become zero."""
+        c, (block, head) = self.config, self.tiles.place(tile, i)
+        mQ = self.q.tensor[None, None, head, tile.batch]
+        gQ = cute.local_tile(mQ, (c.tile_m, c.tile_d), (block, 0))
+        tma_load(self.q.atom, gQ, self.sQ, slot)
+        self._load_statistics(self.mLSE[tile.batch, head, None], block, self.sLSE, slot)
+
+    def load_do(self, tile, i, slot):
+        """Fill a dO slot with the gradients of step ``i`` and their D."""
+        c, (block, head) = self.config, self.tiles.place(tile, i)
+        mDO = self.do.tensor[None, None, head, tile.batch]
+        gDO = cute.local_tile(mDO, (c.tile_m, c.tile_dv), (block, 0))
+        tma_load(self.do.atom, gDO, self.sDO, slot)
+        self._load_statistics(self.mD[tile.batch, head, None], block, self.sD, slot)
+
+    def _load_statistics(self, gX, block, sX, slot):
+        """They count at the barrier of the tile that they belong to."""
+        c = self.config
+        source = gX.iterator + block * c.tile_m
+        copy_row(sX[None, slot.index].iterator, source, c.statistics_bytes, slot.barrier)
+
+
+@dataclass(frozen=True)
+class ReduceOps:
+    """Verbs of the ``reduce`` role, for one MMA warpgroup's part of dQ."""
+
+    config: BackwardConfig
+    tiles: KvTileSchedule
+    mDQ: cute.Tensor  # (B, H, blocks, tile_m tile_d), float32
+    sDQ: cute.Tensor  # (dq_floats,) of the warpgroup
+    warpgroup: Int32
+
+    def add_dq(self, tile, i):
+        """Accumulator += box, for the queries of step ``i``."""
+        floats, (block, head) = self.config.dq_floats, self.tiles.place(tile, i)
+        target = self.mDQ[tile.batch, head, block, None].iterator + self.warpgroup * floats
+        add_floats(target, self.sDQ.iterator, 4 * floats)
+        cute.arch.cp_async_bulk_commit_group()
+
+    def wait_read(self):
+        """Wait until the box has been read."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def drain(self):
+        """Wait until all additions are done."""
+        cute.arch.cp_async_bulk_wait_group(0)
+
+
+@dataclass(frozen=True)
+class MmaOps:
+    """Verbs of the ``mma`` role; every tensor is this warpgroup's or this thread's part."""
+
+    config: BackwardConfig
+    tiles: KvTileSchedule
+    mma_s: cute.TiledMma
+    mma_dk: cute.TiledMma
+    mma_dv: cute.TiledMma
+    mma_dq: cute.TiledMma
+    tSrK: cute.Tensor  # (MMA, MMA_N, MMA_D, 1)
+    tSrQ: cute.Tensor  # (MMA, MMA_M, MMA_D, stages)
+    tDPrV: cute.Tensor  # (MMA, MMA_N, MMA_DV, 1)
+    tDPrDO: cute.Tensor  # (MMA, MMA_M, MMA_DV, stages)
+    tDVrDO: cute.Tensor  # (MMA, MMA_DV, MMA_M, stages): dO^T, the same memory
+    tDKrQ: cute.Tensor  # (MMA, MMA_D, MMA_M, stages): Q^T, the same memory
+    tDQrK: cute.Tensor  # K^T, the same memory; operand B, or A if swapped
+    tDQrDS: cute.Tensor  # dS, (.., stages); operand A, or B if swapped
+    tDVrP: cute.Tensor  # ((2, 2, 2), 1, tile_m / 16), 16 bit
+    tDKrDS: cute.Tensor  # as tDVrP
+    dk_acc: cute.Tensor  # ((2, 2, tile_d / 8), 1, 1), float32
+    dv_acc: cute.Tensor  # ((2, 2, tile_dv / 8), 1, 1), float32
+    sLSE: cute.Tensor  # (tile_m, stages)
+    sD: cute.Tensor  # (tile_m, stages)
+    sDS: cute.Tensor  # (64 keys, tile_m, stages)
+    sDQ: cute.Tensor  # (dq_floats,)
+    sDK: cute.Tensor  # (64, tile_d)
+    sDV: cute.Tensor  # (64, tile_dv)
+    dk_out: Operand  # (S, D, heads_kv, B)
+    dv_out: Operand
+    scale: Float32  # factor of a score
+    scale_log2: Float32
+    thread: Int32  # in the warpgroup
+    warpgroup: Int32  # among the MMA warpgroups
+
+    def phases(self, tile):
+        """Steps with a mask, then those without."""
+        return self.tiles.phases(tile)
+
+    def begin(self, tile):
+        """dK = dV = 0."""
+        self.dk_acc.fill(0.0)
+        self.dv_acc.fill(0.0)
+
+    def s(self, k_slot, q_slot):
+        """Issue S^T = K Q^T into a fresh accumulator; see ``fwd_ops.MmaOps.qk``."""
+        S = cute.make_rmem_tensor(((2, 2, self.config.tile_m // 8), 1, 1), Float32)
+        tSrQ = self.tSrQ[None, None, None, q_slot.index]
+        issue_mma(self.mma_s, S, self.tSrK[None, None, None, 0], tSrQ, False)
+        return S
+
+    def dp(self, v_slot, do_slot):
+        """Issue dP^T = V dO^T into a fresh accumulator."""
+        dP = cute.make_rmem_tensor(((2, 2, self.config.tile_m // 8), 1, 1), Float32)
+        tDPrDO = self.tDPrDO[None, None, None, do_slot.index]
+        issue_mma(self.mma_s, dP, self.tDPrV[None, None, None, 0], tDPrDO, False)
+        return dP
+
+    def dv(self, do_slot):
+        """Issue dV += P^T dO."""
+        tDVrDO = self.tDVrDO[None, None, None, do_slot.index]
+        issue_mma(self.mma_dv, self.dv_acc, self.tDVrP, tDVrDO, True)
+
+    def dk(self, q_slot):
+        """Issue dK += dS^T Q."""
+        tDKrQ = self.tDKrQ[None, None, None, q_slot.index]
+        issue_mma(self.mma_dk, self.dk_acc, self.tDKrDS, tDKrQ, True)
+
+    def dq(self, i, k_slot):
+        """Issue this warpgroup's part of dQ = dS K, or of its transpose, into a fresh accumulator."""
+        c = self.config
+        dQ = cute.make_rmem_tensor(((2, 2, c.dq_floats // WARPGROUP // 4), 1, 1), Float32)
+        tDQrDS = self.tDQrDS[None, None, None, i % STAGES]
+        tDQrK = self.tDQrK[None, None, None, 0]
+        a, b = (tDQrK, tDQrDS) if c.swap_dq else (tDQrDS, tDQrK)
+        issue_mma(self.mma_dq, dQ, a, b, False)
+        return dQ
+
+    def wait_mma(self, pending):
+        """Wait until at most ``pending`` groups of MMAs are in flight."""
+        warpgroup.wait_group(pending)
+
+    def _columns(self, sX, slot):
+        """A statistic of this thread's queries, (2, tile_m / 8)."""
+        shape = (2, self.config.tile_m // 8)
+        values = cute.make_rmem_tensor(shape, Float32)
+        source = sX[None, slot.index].iterator + 2 * (self.thread % 4)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(shape, stride=(1, 8))), values)
+        return values
+
+    def softmax(self, tile, i, s, q_slot, phase):
+        """P^T = exp2(scale_log2 S^T - LSE), in place of S^T and rounded as the operand of dV; hidden pairs give 0."""
+        c, S, lse = self.config, rows_of(s), self._columns(self.sLSE, q_slot)
+        for j in range(c.tile_m // 4):
+            for r in range(2):
+                S[r, j] = S[r, j] * self.scale_log2 - lse[j]
+        if phase.masked:
+            self._mask(tile, i, S)
+        for j in range(c.tile_m // 4):
+            for r in range(2):
+                S[r, j] = cute.math.exp2(S[r, j], fastmath=True)
+        P = cute.make_tensor(self.tDVrP.iterator, s.layout)
+        P.store(s.load().to(element(c)))
+
+    def _mask(self, tile, i, S):
+        """Set what a query does not see to -inf; after scaling, for a scale of any sign."""
+        c, tiles = self.config, self.tiles
+        block, _ = tiles.place(tile, i)
+        first_query = block * c.tile_m + 2 * (self.thread % 4)  # of this thread
+        for r in range(2):
+            key = tile.n_block * TILE_N + self._key_row(r)
+            begin = tiles.blocks.query_begin(key, tiles.seqlen_q, tiles.seqlen_k) - first_query
+            for j in range(c.tile_m // 4):
+                seen = Int32(8 * (j // 2) + j % 2) >= begin
+                S[r, j] = cutlass.select_(seen, S[r, j], -Float32.inf)
+
+    def _key_row(self, r):
+        """Row in the tile of this thread's row ``r``."""
+        return self.warpgroup * MMA_ROWS + self.thread // 32 * 16 + self.thread % 32 // 4 + 8 * r
+
+    def ds(self, i, s, dp, do_slot):
+        """dS^T = P^T (dP^T - D), rounded as the operand of dK and, transposed, into the shared memory of step ``i``."""
+        c, P, dP, delta = self.config, rows_of(s), rows_of(dp), self._columns(self.sD, do_slot)
+        for j in range(c.tile_m // 4):
+            for r in range(2):
+                dP[r, j] = P[r, j] * (dP[r, j] - delta[j])
+        dS = cute.make_tensor(self.tDKrDS.iterator, dp.layout)
+        dS.store(dp.load().to(element(c)))
+        r2s = self._store_copy(self.mma_s, transposed=True)
+        target = r2s.partition_D(self.sDS)[None, None, None, i % STAGES]
+        cute.copy(r2s, r2s.retile(dS), target)
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    def _store_copy(self, tiled_mma, transposed: bool):
+        """This thread's copy of an accumulator in 16 bit from registers to shared memory."""
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transposed, 4), element(self.config))
+        one_warpgroup = cute.make_tiled_mma(cute.make_mma_atom(tiled_mma.op), (1, 1, 1))
+        return cute.make_tiled_copy_C(atom, one_warpgroup).get_slice(self.thread)
+
+    def put_dq(self, dq):
+        """Registers -> box, four numbers of a thread at a time: the order of the accumulator in global memory."""
+        groups = cute.size(dq) // 4
+        box = cute.make_tensor(
+            self.sDQ.iterator + 4 * self.thread,
+            cute.make_layout((4, groups), stride=(1, 4 * WARPGROUP)),
+        )
+        cute.autovec_copy(cute.make_tensor(dq.iterator, cute.make_layout((4, groups))), box)
+
+    @cute.jit
+    def store(self, tile):
+        """Start the store of dK (scaled) and dV, this warpgroup's 64 rows; rows past the sequence are clipped."""
+        self._stage(self.mma_dk, self.dk_acc, self.scale, self.sDK)
+        self._stage(self.mma_dv, self.dv_acc, Float32(1.0), self.sDV)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=BARRIER_STORE + self.warpgroup, number_of_threads=WARPGROUP)
+        if cute.arch.make_warp_uniform(self.thread // 32) == 0:
+            self._store(tile, self.dk_out, self.sDK)
+            self._store(tile, self.dv_out, self.sDV)
+            cute.arch.cp_async_bulk_commit_group()
+
+    def _stage(self, tiled_mma, acc, factor, sX):
+        """Registers -> shared memory, in 16 bit."""
+        values = cute.make_rmem_tensor(acc.layout, element(self.config))
+        values.store((acc.load() * factor).to(element(self.config)))
+        r2s = self._store_copy(tiled_mma, transposed=False)
+        cute.copy(r2s, r2s.retile(values), r2s.partition_D(sX))
+
+    def _store(self, tile, operand, sX):
+        """Shared memory -> global memory."""
+        mX = operand.tensor[None, None, tile.head_kv, tile.batch]
+        at = (tile.n_block * (TILE_N // MMA_ROWS) + self.warpgroup, 0)
+        gX = cute.local_tile(mX, (MMA_ROWS, cute.size(sX, mode=[1])), at)
+        tXsX, tXgX = cpasync.tma_partition(
+            operand.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(sX, 0, 2),
+            cute.group_modes(gX, 0, 2),
+        )
+        cute.copy(operand.atom, tXsX, tXgX)
+
+    def wait_store(self):
+        """Wait until this warp's stores have read their shared memory."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)

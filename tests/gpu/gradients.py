@@ -1,0 +1,132 @@
+"""A backward to check: a problem, how the gradient of its out lies, and whether the log-sum-exp has one too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import flash4
+from flash4.sm90 import bwd_config
+from tests.checks import assert_gradients_close
+from tests.strategies import Problem
+
+DEVICE = "cuda"
+DOUTS = (
+    "contiguous",
+    "sum",  # as of out.sum(): one number, every stride 0
+    "mean over queries",  # stride 0 along the queries
+    "heads first",
+    "head dim first",  # no stride is 1
+    "cut from rows",  # misaligned rows
+    "every second",
+    "expanded batch",
+)
+
+
+@dataclass(frozen=True)
+class GradientCase:
+    """One forward and its backward; ``str()`` is the command that repeats it.
+
+    Attributes:
+        problem: what is called.
+        seed: of its tensors.
+        dout: name in ``DOUTS``.
+        dlse: the loss is on the log-sum-exp, too.
+    """
+
+    problem: Problem
+    seed: int = 0
+    dout: str = "contiguous"
+    dlse: bool = False
+
+    def __str__(self) -> str:
+        dlse = " --dlse" if self.dlse else ""
+        return (
+            f'python -m tests.gpu.fuzz_backward --problem "{self.problem}" --seed {self.seed} '
+            f'--dout "{self.dout}"{dlse}'
+        )
+
+    def kernels(self, arch: str) -> list[tuple[str, object, str]]:
+        """What the kernel cache is asked for; nothing for an empty problem."""
+        problem, keywords = self.problem, self.problem.keywords("meta")
+        if not all(x.numel() for x in problem.shapes):
+            return []
+        forward = flash4.explain(*problem.shapes, arch=arch, **keywords)
+        plan = flash4.explain(*problem.shapes, arch=arch, backward=True, dlse=self.dlse, **keywords)
+        return [(forward.kernel, forward.config, forward.arch), *plan.kernels]
+
+    def gradient_of_out(self, device: str = DEVICE) -> Tensor:
+        """Random normal, in its layout."""
+        generator = torch.Generator(device).manual_seed(self.seed + 1)
+        batch, seqlen, heads, head_dim = shape = self.problem.out_shape
+
+        def new(*shape):
+            return torch.randn(shape, generator=generator, device=device).to(self.problem.dtype)
+
+        return {
+            "contiguous": lambda: new(*shape),
+            "sum": lambda: new(1, 1, 1, 1).expand(shape),
+            "mean over queries": lambda: new(batch, 1, heads, head_dim).expand(shape),
+            "heads first": lambda: new(batch, heads, seqlen, head_dim).transpose(1, 2),
+            "head dim first": lambda: new(head_dim, batch, seqlen, heads).permute(1, 2, 3, 0),
+            "cut from rows": lambda: new(batch, seqlen, heads, head_dim + 9)[..., 5:-4],
+            "every second": lambda: new(batch, 2 * seqlen, heads, head_dim)[:, ::2],
+            "expanded batch": lambda: new(1, seqlen, heads, head_dim).expand(shape),
+        }[self.dout]()
+
+    def gradient_of_lse(self, device: str = DEVICE) -> Tensor | None:
+        """Random normal."""
+        if not self.dlse:
+            return None
+        generator = torch.Generator(device).manual_seed(self.seed + 2)
+        batch, seqlen, heads, _ = self.problem.out_shape
+        return torch.randn(batch, heads, seqlen, generator=generator, device=device)
+
+    def inputs(self, device: str = DEVICE) -> tuple[Tensor, Tensor, Tensor]:
+        """Leaves q, k and v, in the problem's layouts."""
+        tensors = self.problem.tensors(device, self.seed)
+        return tuple(x.detach().requires_grad_() for x in tensors)
+
+    def gradients(self, inputs, device: str = DEVICE) -> tuple[Tensor, ...]:
+        """Gradients of the inputs, by way of the public function."""
+        keywords = self.problem.keywords(device)
+        out, lse = flash4.flash_attn_func(*inputs, return_lse=True, **keywords)
+        dout, dlse = self.gradient_of_out(device), self.gradient_of_lse(device)
+        outputs, grads = ((out, lse), (dout, dlse)) if self.dlse else (out, dout)
+        return torch.autograd.grad(outputs, inputs, grads)
+
+    def check(self, device: str = DEVICE) -> None:
+        """Run it among NaNs.
+
+        Raises:
+            AssertionError: a gradient is wrong.
+        """
+        inputs = self.inputs(device)
+        poison(device)
+        gradients = self.gradients(inputs, device)
+        for x, gradient in zip(inputs, gradients, strict=True):
+            assert gradient.shape == x.shape and gradient.dtype == x.dtype
+        dout, dlse = self.gradient_of_out(device), self.gradient_of_lse(device)
+        keywords = self.problem.keywords(device)
+        assert_gradients_close(gradients, inputs, dout, dlse=dlse, **keywords)
+
+
+def poison(device: str = DEVICE) -> None:
+    """Leave NaN in the memory that the allocator hands out next, so that what nobody writes shows."""
+    blocks = [
+        torch.full((size,), torch.nan, device=device)
+        for size in (1 << 9, 1 << 12, 1 << 16, 1 << 18, 1 << 18, 1 << 21, 1 << 23, 1 << 24)
+    ]
+    del blocks
+
+
+def is_built(problem: Problem) -> bool:
+    """Whether there are gradients of a problem."""
+    from flash4.interface import options_of
+    from flash4.problem import AttentionProblem
+
+    shapes = problem.shapes
+    options = options_of(*shapes, **problem.keywords("meta"))
+    return bwd_config.can_implement(AttentionProblem.of_call(*shapes, options)) is None

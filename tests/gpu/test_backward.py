@@ -1,0 +1,268 @@
+"""Gradients on a GPU: numbers, repeatability, and what surrounds the kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import flash4
+from tests.gpu.gradients import DEVICE, DOUTS, GradientCase, poison
+from tests.strategies import Problem
+
+F16, BF16 = torch.float16, torch.bfloat16
+REPEATS = 30
+
+SQUARE = dict(batch=2, heads_kv=2, seqlen_q=300, seqlen_k=300)
+D128 = dict(head_dim=128, head_dim_v=128, dtype=BF16)
+D64 = dict(head_dim=64, head_dim_v=64, dtype=F16)
+PROBLEMS = {
+    "d128 one tile": Problem(**D128, seqlen_q=80, seqlen_k=128),
+    "d128 full": Problem(**D128, **SQUARE),
+    "d128 causal": Problem(**D128, **SQUARE, causal=True),
+    "d128 float16": Problem(head_dim=128, head_dim_v=128, **SQUARE, causal=True),
+    "d128 whole tiles": Problem(**D128, heads_kv=2, seqlen_q=640, seqlen_k=512, causal=True),
+    "d128 grouped heads": Problem(**D128, heads_kv=2, ratio=3, seqlen_q=200, seqlen_k=400),
+    "d128 one KV head": Problem(
+        **D128, batch=2, ratio=8, seqlen_q=513, seqlen_k=257, causal=True
+    ),
+    "d128 rows without keys": Problem(**D128, heads_kv=2, seqlen_q=517, seqlen_k=130, causal=True),
+    "d128 few queries": Problem(**D128, heads_kv=3, seqlen_q=5, seqlen_k=900, causal=True),
+    "d128 few keys": Problem(**D128, heads_kv=3, seqlen_q=900, seqlen_k=3),
+    "d128 scale 0": Problem(**D128, **SQUARE, softmax_scale=0.0),
+    "d128 negative scale": Problem(**D128, **SQUARE, causal=True, softmax_scale=-0.1),
+    "d128 peaked": Problem(**D128, **SQUARE, softmax_scale=0.7),
+    "d64 one tile": Problem(**D64, seqlen_q=128, seqlen_k=128),
+    "d64 full": Problem(**D64, **SQUARE),
+    "d64 causal": Problem(**D64, heads_kv=4, seqlen_q=129, seqlen_k=700, causal=True),
+    "d64 grouped heads": Problem(
+        head_dim=64, head_dim_v=64, dtype=BF16, heads_kv=2, ratio=5, seqlen_q=300, seqlen_k=300,
+        causal=True,
+    ),
+    "d96 one tile": Problem(head_dim=96, head_dim_v=96, dtype=BF16, seqlen_q=64, seqlen_k=128),
+    "d96 causal": Problem(head_dim=96, head_dim_v=96, dtype=BF16, **SQUARE, causal=True),
+    "d96 full, float16": Problem(head_dim=96, head_dim_v=96, **SQUARE),
+    "d8": Problem(head_dim=8, head_dim_v=8, **SQUARE, causal=True),
+    "d40 and 56": Problem(head_dim=40, head_dim_v=56, **SQUARE),
+    "d120 and 104": Problem(head_dim=120, head_dim_v=104, dtype=BF16, **SQUARE, causal=True),
+    "d128 and 64": Problem(head_dim=128, head_dim_v=64, dtype=BF16, **SQUARE, causal=True),
+    "d64 and 128": Problem(head_dim=64, head_dim_v=128, dtype=BF16, **SQUARE, causal=True),
+    "d96 and 64": Problem(head_dim=96, head_dim_v=64, **SQUARE),
+    "d64 and 96": Problem(head_dim=64, head_dim_v=96, dtype=BF16, **SQUARE),
+    "d96 and 128": Problem(head_dim=96, head_dim_v=128, **SQUARE, causal=True),
+    "d128 and 96": Problem(head_dim=128, head_dim_v=96, **SQUARE),
+    "unaligned": Problem(
+        head_dim=40, head_dim_v=40, **SQUARE, layouts=("unaligned", "transposed", "interleaved")
+    ),
+    "expanded": Problem(
+        **D64, **SQUARE, layouts=("expanded_heads", "expanded_batch", "every_second")
+    ),
+    "many heads": Problem(**D64, batch=3, heads_kv=40, seqlen_q=70, seqlen_k=70, causal=True),
+    "long": Problem(**D128, seqlen_q=3000, seqlen_k=3100, causal=True),
+}  # fmt: skip
+every_problem = pytest.mark.parametrize("name", PROBLEMS)
+
+
+@every_problem
+@pytest.mark.parametrize("dlse", [False, True], ids=["out", "out and lse"])
+def test_gradients(name: str, dlse: bool):
+    GradientCase(PROBLEMS[name], dlse=dlse).check()
+
+
+@pytest.mark.parametrize("dout", DOUTS)
+@pytest.mark.parametrize("name", ["d128 causal", "d64 full", "d40 and 56"])
+def test_gradients_of_out_lie_anyhow(name: str, dout: str):
+    GradientCase(PROBLEMS[name], dout=dout).check()
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 63, 64, 65, 79, 80, 81, 127, 128, 129, 161])
+@pytest.mark.parametrize("seqlen_k", [1, 127, 128, 129, 257])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_edges_of_tiles(head_dim: int, seqlen_q: int, seqlen_k: int):
+    for causal in (False, True):
+        problem = Problem(BF16, 1, 1, 2, head_dim, head_dim, seqlen_q, seqlen_k, causal)
+        GradientCase(problem, dlse=True).check()
+
+
+LARGE = {
+    "d128 causal": Problem(
+        **D128, batch=2, heads_kv=8, seqlen_q=2048, seqlen_k=2048, causal=True
+    ),
+    "d128 full, odd lengths": Problem(**D128, batch=3, heads_kv=5, seqlen_q=777, seqlen_k=1031),
+    "d128 grouped heads": Problem(
+        **D128, batch=2, heads_kv=4, ratio=6, seqlen_q=1000, seqlen_k=1100, causal=True
+    ),
+    "d64 causal": Problem(**D64, batch=2, heads_kv=16, seqlen_q=1025, seqlen_k=1025, causal=True),
+    "d64 full": Problem(**D64, batch=2, heads_kv=8, seqlen_q=2000, seqlen_k=3000),
+    "d96 causal": Problem(
+        head_dim=96, head_dim_v=96, dtype=BF16, heads_kv=9, seqlen_q=1500, seqlen_k=1500, causal=True
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_repeats(name: str):
+    """dk and dv have the same bits, run after run; dq, whose sums have no order, the same but for their rounding."""
+    case = GradientCase(LARGE[name], dlse=True)
+    case.check()
+    inputs = case.inputs()
+    first = case.gradients(inputs)
+    largest = first[0].abs().max()
+    for _ in range(REPEATS):
+        dq, dk, dv = case.gradients(inputs)
+        assert torch.equal(dk, first[1]) and torch.equal(dv, first[2])
+        assert (dq - first[0]).abs().max() <= 2 * torch.finfo(dq.dtype).eps * largest
+
+
+def test_neighbours_in_the_batch_do_not_matter():
+    case = GradientCase(dataclasses.replace(PROBLEMS["d128 causal"], batch=3))
+    inputs = case.inputs()
+    expected = case.gradients(inputs)
+    with torch.no_grad():
+        for x in inputs:
+            x[0], x[2] = torch.nan, torch.inf
+    for got, wanted in zip(case.gradients(inputs)[1:], expected[1:], strict=True):
+        assert torch.equal(got[1], wanted[1])
+
+
+def test_heads_do_not_matter_to_one_another():
+    case = GradientCase(PROBLEMS["d128 grouped heads"])
+    inputs = case.inputs()
+    expected = case.gradients(inputs)
+    with torch.no_grad():
+        inputs[0][:, :, :3] = torch.nan
+        for x in inputs[1:]:
+            x[:, :, 0] = torch.nan
+    dq, dk, dv = case.gradients(inputs)
+    assert torch.equal(dk[:, :, 1], expected[1][:, :, 1])
+    assert torch.equal(dv[:, :, 1], expected[2][:, :, 1])
+    assert dq[:, :, 3:].isfinite().all()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool):
+    case = GradientCase(PROBLEMS["d128 causal"])
+    inputs, dout = case.inputs(), case.gradient_of_out()
+    _, dk, dv = case.gradients(inputs)
+
+    def block(q, k, v):
+        return flash4.flash_attn_func(q, k, v, causal=True)
+
+    checkpoint(block, *inputs, use_reentrant=reentrant).backward(dout)
+    assert torch.equal(inputs[1].grad, dk) and torch.equal(inputs[2].grad, dv)
+
+
+def test_sum_backward():
+    case = GradientCase(PROBLEMS["d64 causal"])
+    inputs = case.inputs()
+    flash4.flash_attn_func(*inputs, causal=True).sum().backward()
+    assert all(x.grad.isfinite().all() for x in inputs)
+
+
+def test_torch_compile():
+    case = GradientCase(PROBLEMS["d128 causal"])
+    inputs, dout = case.inputs(), case.gradient_of_out()
+
+    def block(q, k, v):
+        return flash4.flash_attn_func(2 * q, k, v, causal=True)
+
+    expected = torch.autograd.grad(block(*inputs), inputs, dout)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    gradients = torch.autograd.grad(compiled(*inputs), inputs, dout)
+    for got, wanted in zip(gradients[1:], expected[1:], strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_another_stream():
+    case = GradientCase(LARGE["d128 causal"])
+    inputs = case.inputs()
+    _, dk, dv = case.gradients(inputs)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        other = case.gradients(inputs)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(other[1], dk) and torch.equal(other[2], dv)
+
+
+def test_cuda_graphs():
+    case = GradientCase(PROBLEMS["d128 causal"])
+    inputs, dout = case.inputs(), case.gradient_of_out()
+
+    def step():
+        out = flash4.flash_attn_func(*inputs, causal=True)
+        return torch.autograd.grad(out, inputs, dout)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        expected = step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for gradient in captured:
+        gradient.fill_(torch.nan)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured[1], expected[1]) and torch.equal(captured[2], expected[2])
+    assert captured[0].isfinite().all()
+
+
+def test_workspace_is_what_the_plan_says():
+    case = GradientCase(LARGE["d128 causal"])
+    inputs, dout = case.inputs(), case.gradient_of_out()
+    out = flash4.flash_attn_func(*inputs, causal=True)
+    plan = flash4.explain(*inputs, causal=True, backward=True)
+    torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    results = sum(x.numel() * x.element_size() for x in gradients)
+    used = torch.cuda.max_memory_allocated() - before - results
+    assert used <= plan.workspace_bytes + 8 * 512  # what the allocator rounds up
+
+
+def test_new_lengths_do_not_compile():
+    from flash4.jit.cache import CACHE
+
+    base = PROBLEMS["d128 causal"]
+    GradientCase(base).check()
+    before = CACHE.compiles
+    for seqlen_q, seqlen_k, ratio in ((1, 64, 1), (64, 1, 2), (128, 129, 3), (700, 77, 1)):
+        changes = dict(seqlen_q=seqlen_q, seqlen_k=seqlen_k, ratio=ratio, softmax_scale=-0.3)
+        problem = dataclasses.replace(base, pack_gqa=False, **changes)
+        case = GradientCase(problem)
+        case.check()
+    # Another sign of the scale is another forward kernel, as ever; the backward takes both.
+    assert CACHE.compiles <= before + 1
+
+
+def test_what_nobody_writes_would_show():
+    """The helper that these tests rely on."""
+    poison()
+    assert torch.empty(1 << 20, device=DEVICE).isnan().any()
+
+
+FEATURES = {
+    "window": {"window_size": (5, None)},
+    "softcap": {"softcap": 3.0},
+    "sink": {"learnable_sink": torch.zeros(2)},
+    "alibi": {"alibi_slopes": torch.ones(2)},
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_gradients_that_are_not_built_are_refused_by_the_forward(name: str):
+    inputs = GradientCase(PROBLEMS["d128 causal"]).inputs()
+    keywords = {
+        key: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for key, x in FEATURES[name].items()
+    }
+    with pytest.raises(NotImplementedError, match="not built"):
+        flash4.flash_attn_func(*inputs, **keywords)
+    with torch.no_grad():
+        flash4.flash_attn_func(*inputs, **keywords)

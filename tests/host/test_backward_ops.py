@@ -1,0 +1,439 @@
+"""Gradients through the public functions, without a GPU: autograd, layouts, and everything around the kernels."""
+
+import contextlib
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+import flash4
+from flash4 import dispatch, ops, reference
+from flash4.common.fragments import dq_place
+from flash4.passes.bwd_config import FINISH, PREPARE
+from flash4.problem import AttentionProblem, CallOptions
+from tests import strategies
+from tests.checks import assert_gradients_close
+from tests.host.test_dispatch import LAYOUTS, run_reference, stand_in_gpu
+
+F16, BF16 = torch.float16, torch.bfloat16
+WORKERS = 132
+
+
+def check_rows(*tensors):
+    """What TMA and vector loads ask of tensors."""
+    for x in tensors:
+        assert x.stride(-1) == 1 and x.data_ptr() % 16 == 0, "TMA cannot address it"
+        assert not any(stride % 8 for stride in x.stride()[:-1]), x.stride()
+
+
+def order_of_sums(config):
+    """(queries, head dims) of a block's sums, one after the other."""
+    places = [
+        dq_place(config, part, thread, group, number)
+        for part in range(2)
+        for group in range(config.tile_m * config.tile_d // 1024)
+        for thread in range(128)
+        for number in range(4)
+    ]
+    assert sorted(places) == [
+        (query, column) for query in range(config.tile_m) for column in range(config.tile_d)
+    ]
+    return torch.tensor(places).T
+
+
+def prepare(config, tensors):
+    """``passes.bwd_prepare`` in torch."""
+    out, dout, lse, lse2, delta, sums, *dlse = tensors
+    check_rows(out, dout)
+    assert len(dlse) == config.dlse
+    d = (out.float() * dout.float()).sum(-1).transpose(1, 2)
+    d = d - dlse[0] if dlse else d
+    lse2.fill_(torch.inf)
+    delta.zero_()
+    seen = lse != -torch.inf
+    lse2[:, :, : lse.shape[2]] = torch.where(seen, lse / 0.6931471805599453, torch.inf)
+    delta[:, :, : lse.shape[2]] = torch.where(seen, d, 0.0)
+    sums.zero_()
+
+
+def multiply(config, tensors, scale, section):
+    """``sm90.bwd`` in torch, from the facts that the kernel has."""
+    q, k, v, dout, lse2, delta, sums, dk, dv = tensors
+    check_rows(q, k, v, dout, dk, dv)
+    ratio, seqlen_q, seqlen_k = q.shape[2] // k.shape[2], q.shape[1], k.shape[1]
+    qs, dos = (x.float().transpose(1, 2) for x in (q, dout))
+    ks, vs = (x.float().transpose(1, 2).repeat_interleave(ratio, 1) for x in (k, v))
+    scores = scale * qs @ ks.mT - lse2[:, :, :seqlen_q, None] * 0.6931471805599453
+    if config.causal:
+        hidden = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).triu(seqlen_k - seqlen_q + 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    p = scores.exp()
+    ds = p * (dos @ vs.mT - delta[:, :, :seqlen_q, None])
+    for target, x, factor in ((dk, ds.mT @ qs, scale), (dv, p.mT @ dos, 1.0)):
+        target.copy_((factor * x).unflatten(1, (-1, ratio)).sum(2).transpose(1, 2))
+    padded = torch.zeros(*sums.shape[:2], sums.shape[2] * config.tile_m, config.tile_d)
+    padded[:, :, :seqlen_q, : q.shape[3]] = ds @ ks
+    queries, columns = order_of_sums(config)
+    sums += padded.unflatten(2, (-1, config.tile_m))[:, :, :, queries, columns]
+
+
+def finish(config, sums, dq, scale):
+    """``passes.bwd_finish`` in torch."""
+    check_rows(dq)
+    queries, columns = order_of_sums(config)
+    rows = torch.empty(*sums.shape[:3], config.tile_m, config.tile_d)
+    rows[:, :, :, queries, columns] = sums
+    rows = rows.flatten(2, 3)[:, :, : dq.shape[1], : dq.shape[3]]
+    dq.copy_(scale * rows.transpose(1, 2))
+
+
+@contextlib.contextmanager
+def stand_in():
+    """CPU tensors for CUDA ones and torch for the kernels; yields the names of the kernels, in order of launches."""
+    launched = []
+    kernels = {PREPARE: prepare, "flash4.sm90.bwd:BackwardSm90": multiply, FINISH: finish}
+    with stand_in_gpu(run_reference) as forwards, contextlib.ExitStack() as stack:
+        forward_of = ops.CACHE.get
+
+        def get(kernel, config, arch):
+            if kernel not in kernels:
+                return forward_of(kernel, config, arch)
+
+            def launch(*arguments):
+                launched.append(kernel)
+                kernels[kernel](config, *arguments)
+
+            return launch
+
+        def on_cpu(dout, dlse, q, k, v, out, lse, *options):
+            return ops.run_backward(dout, dlse, q, k, v, out, lse, CallOptions(*options))
+
+        stack.enter_context(mock.patch.object(ops.CACHE, "get", get))
+        stack.enter_context(mock.patch.object(ops, "_backward_launches", {}))
+        library = stack.enter_context(torch.library._scoped_library("flash4", "IMPL"))
+        library.impl("backward", on_cpu, "CPU")
+        yield launched
+    assert forwards
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Random inputs of one call, and a gradient of out."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+
+    @classmethod
+    def draw(cls, dtype=F16, heads=2, ratio=2, lengths=(70, 90), dims=(40, 24), batch=2):
+        """Random normal tensors; q, k and v require gradients."""
+        generator = torch.Generator().manual_seed(0)
+
+        def new(*shape):
+            return torch.randn(batch, *shape, generator=generator).to(dtype)
+
+        shapes = ((lengths[0], heads * ratio, dims[0]), (lengths[1], heads, dims[0]))
+        q, k, v = (new(*s).requires_grad_() for s in (*shapes, (*shapes[1][:2], dims[1])))
+        return cls(q, k, v, new(*shapes[0][:2], dims[1]))
+
+    @property
+    def three(self):
+        """q, k and v."""
+        return self.q, self.k, self.v
+
+
+KEYWORDS = (
+    {},
+    {"causal": True},
+    {"causal": True, "softmax_scale": -0.2},
+    {"softmax_scale": 0.0},
+    {"window_size": (None, 0), "pack_gqa": True},
+)
+
+
+@pytest.mark.parametrize("keywords", KEYWORDS, ids=str)
+@pytest.mark.parametrize("dims", [(40, 24), (64, 64), (72, 96), (128, 128), (128, 8)], ids=str)
+def test_gradients(dims, keywords):
+    x = Inputs.draw(dims=dims)
+    with stand_in() as launched:
+        out = flash4.flash_attn_func(*x.three, **keywords)
+        gradients = torch.autograd.grad(out, x.three, x.dout)
+    assert launched == [PREPARE, "flash4.sm90.bwd:BackwardSm90", FINISH]
+    assert_gradients_close(gradients, x.three, x.dout, **keywords)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (300, 90), (90, 300), (128, 128)], ids=str)
+def test_lengths(lengths):
+    """With rows that see no key among them."""
+    x = Inputs.draw(lengths=lengths)
+    with stand_in():
+        out = flash4.flash_attn_func(*x.three, causal=True)
+        gradients = torch.autograd.grad(out, x.three, x.dout)
+    assert_gradients_close(gradients, x.three, x.dout, causal=True)
+
+
+@pytest.mark.parametrize("losses", ["lse", "both", "sum of lse"])
+def test_a_loss_on_the_log_sum_exp(losses):
+    x = Inputs.draw(lengths=(90, 70))
+    dlse = torch.randn(2, 4, 90)
+    dlse = torch.ones(2, 4, 1).expand(2, 4, 90) if losses == "sum of lse" else dlse
+    with stand_in():
+        out, lse = flash4.flash_attn_func(*x.three, causal=True, return_lse=True)
+        if losses == "both":
+            gradients = torch.autograd.grad((out, lse), x.three, (x.dout, dlse))
+        else:
+            gradients = torch.autograd.grad(lse, x.three, dlse, allow_unused=True)
+    dout = x.dout if losses == "both" else torch.zeros_like(x.dout)
+    gradients = [torch.zeros_like(t) if g is None else g for g, t in zip(gradients, x.three)]
+    assert_gradients_close(gradients, x.three, dout, dlse=dlse, causal=True)
+
+
+def douts():
+    """Gradients of an out of (2, 70, 4, 24), as losses and layers around it make them."""
+    contiguous = torch.randn(2, 70, 4, 24).half()
+    return {
+        "sum": torch.ones(()).half().expand(2, 70, 4, 24),
+        "mean over queries": contiguous[:, :1].expand(2, 70, 4, 24),
+        "mean over heads": contiguous[:, :, :1].expand(2, 70, 4, 24),
+        "heads first": contiguous.transpose(1, 2).contiguous().transpose(1, 2),
+        "head dim first": contiguous.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0),
+        "cut from rows": torch.randn(2, 70, 4, 33).half()[..., 5:29],
+        "every second": torch.randn(2, 140, 4, 24).half()[:, ::2],
+        "backwards heads": contiguous.flip(2),
+    }
+
+
+@pytest.mark.parametrize("name", douts())
+def test_gradients_of_out_lie_anyhow(name):
+    x, dout = Inputs.draw(), douts()[name]
+    with stand_in():
+        out = flash4.flash_attn_func(*x.three)
+        gradients = torch.autograd.grad(out, x.three, dout)
+    assert_gradients_close(gradients, x.three, dout)
+
+
+def test_only_what_tma_cannot_address_is_copied():
+    copied = {}
+    for name, dout in douts().items():
+        copied[name] = ops.addressable(dout).data_ptr() != dout.data_ptr()
+    assert {name for name, yes in copied.items() if yes} == {
+        "sum",
+        "head dim first",
+        "cut from rows",
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inputs_lie_anyhow(layout):
+    x = LAYOUTS[layout][0]
+    q, k, v = (x.detach().requires_grad_() for _ in range(3))
+    with stand_in():
+        out = flash4.flash_attn_func(q, k, v)
+        dout = torch.randn(out.shape).to(out.dtype)
+        gradients = torch.autograd.grad(out, (q, k, v), dout)
+    assert_gradients_close(gradients, (q, k, v), dout)
+
+
+@pytest.mark.parametrize("wanted", range(1, 8))
+def test_only_what_is_asked_for_comes_back(wanted):
+    x = Inputs.draw()
+    for i, tensor in enumerate(x.three):
+        tensor.requires_grad_(bool(wanted >> i & 1))
+    with stand_in():
+        flash4.flash_attn_func(*x.three).backward(x.dout)
+    assert [t.grad is not None for t in x.three] == [bool(wanted >> i & 1) for i in range(3)]
+    gradients = [t.grad for t in x.three]
+    assert_gradients_close(gradients, x.three, x.dout)
+
+
+@pytest.mark.parametrize("empty", ["batch", "heads", "seqlen_q", "seqlen_k"])
+def test_empty_problems(empty):
+    sizes = dict(batch=2, heads=2, seqlen_q=5, seqlen_k=7) | {empty: 0}
+    q = torch.randn(sizes["batch"], sizes["seqlen_q"], sizes["heads"], 8).half()
+    k = torch.randn(sizes["batch"], sizes["seqlen_k"], sizes["heads"], 8).half()
+    inputs = [x.requires_grad_() for x in (q, k, k.clone())]
+    with stand_in_gpu():
+        library = torch.library._scoped_library("flash4", "IMPL")
+        with library as scope, mock.patch.object(ops, "_backward_launches", {}):
+            scope.impl("backward", lambda *a: ops.run_backward(*a[:7], CallOptions(*a[7:])), "CPU")
+            flash4.flash_attn_func(*inputs).sum().backward()
+    assert all(x.grad.shape == x.shape and not x.grad.any() for x in inputs)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant):
+    x = Inputs.draw()
+
+    def block(q, k, v):
+        return flash4.flash_attn_func(2 * q, k, v, causal=True)
+
+    with stand_in():
+        expected = torch.autograd.grad(block(*x.three), x.three, x.dout)
+        checkpoint(block, *x.three, use_reentrant=reentrant).backward(x.dout)
+    for tensor, gradient in zip(x.three, expected, strict=True):
+        assert torch.equal(tensor.grad, gradient)
+
+
+def test_a_graph_can_be_kept():
+    x = Inputs.draw()
+    with stand_in():
+        out = flash4.flash_attn_func(*x.three)
+        first = torch.autograd.grad(out, x.three, x.dout, retain_graph=True)
+        second = torch.autograd.grad(out, x.three, x.dout)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("changed", ["q", "out"])
+def test_changes_in_place_are_noticed(changed):
+    x = Inputs.draw()
+    with stand_in():
+        out = flash4.flash_attn_func(*x.three)
+        with torch.no_grad():
+            (x.q if changed == "q" else out).mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(out, x.three, x.dout)
+
+
+def test_second_derivatives_are_refused():
+    x = Inputs.draw()
+    with stand_in():
+        out = flash4.flash_attn_func(*x.three)
+        (dq, *_) = torch.autograd.grad(out, x.three, x.dout, create_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivatives.*create_graph"):
+            dq.sum().backward()
+
+
+UNBUILT = {
+    "window_left": {"window_size": (5, None)},
+    "window_right": {"window_size": (None, 5)},
+    "softcap": {"softcap": 3.0},
+    "sink": {"learnable_sink": torch.zeros(4)},
+    "alibi": {"alibi_slopes": torch.ones(4)},
+    "mask_mod": {"mask_mod": strategies.dilated},
+    "score_mod": {"score_mod": strategies.relative_bias},
+    "varlen": {"seqused_k": torch.tensor([3, 90])},
+}
+
+
+@pytest.mark.parametrize("name", UNBUILT)
+def test_gradients_of_features_are_refused_by_the_forward(name):
+    x, keywords = Inputs.draw(), UNBUILT[name]
+    function = flash4.flash_attn_varlen_func if name == "varlen" else flash4.flash_attn_func
+    with stand_in_gpu(run=lambda launch: None):
+        with pytest.raises(
+            NotImplementedError, match=f"gradients with {name} .*not built.*no_grad"
+        ):
+            function(*x.three, **keywords)
+        with torch.no_grad():
+            function(*x.three, **keywords)
+        function(*(t.detach() for t in x.three), **keywords)
+
+
+@pytest.mark.parametrize("dims", [(136, 64), (64, 256)])
+def test_gradients_of_wide_heads_are_refused_by_the_forward(dims):
+    x = Inputs.draw(dims=dims)
+    with stand_in_gpu(run=lambda launch: None):
+        with pytest.raises(NotImplementedError, match="supported are up to 128"):
+            flash4.flash_attn_func(*x.three)
+
+
+def test_gradients_of_sinks_and_slopes_are_refused():
+    x = Inputs.draw()
+    q, k, v = (t.detach() for t in x.three)
+    for name in ("learnable_sink", "alibi_slopes"):
+        with stand_in_gpu(run=lambda launch: None):
+            with pytest.raises(NotImplementedError, match="not built"):
+                flash4.flash_attn_func(q, k, v, **{name: torch.zeros(4, requires_grad=True)})
+
+
+def test_deterministic_gradients_are_refused():
+    x = Inputs.draw()
+    with stand_in_gpu():
+        with pytest.raises(NotImplementedError, match="deterministic gradients"):
+            flash4.flash_attn_func(*x.three, deterministic=True)
+        flash4.flash_attn_func(*(t.detach() for t in x.three), deterministic=True)
+        flash4.flash_attn_func(*x.three, deterministic=False)
+        with mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: True):
+            flash4.flash_attn_func(*x.three, deterministic=False)
+            with pytest.raises(NotImplementedError, match="deterministic gradients"):
+                flash4.flash_attn_func(*x.three)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_real_and_fake_gradients_agree(layout):
+    x = LAYOUTS[layout][0]
+    real = ops.empty_gradients(x, x, x)
+    with FakeTensorMode() as mode:
+        q = mode.from_tensor(x)
+        out, lse = ops.empty_output(q, q.shape[-1]), ops.empty_lse(q)
+        fake = ops.backward(out, None, q, q, q, out, lse, 0.125, True)
+    for r, f in zip(real, fake, strict=True):
+        assert (r.shape, r.stride(), r.dtype) == (
+            f.shape,
+            f.stride(),
+            f.dtype,
+        ) and r.shape == x.shape
+
+
+def test_the_operator_is_registered_as_torch_expects():
+    x = Inputs.draw(dims=(64, 64))
+    q, k, v = (t.detach() for t in x.three)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    with stand_in():
+        out, lse = flash4.flash_attn_func(q, k, v, return_lse=True)
+        for dlse in (None, torch.randn_like(lse)):
+            call = (x.dout, dlse, q, k, v, out, lse, 0.125, True)
+            torch.library.opcheck(ops.backward, call, test_utils=tests)
+        torch.library.opcheck(ops.forward, (*x.three, 0.125, True, None))
+
+
+def test_torch_compile_differentiates():
+    """The operator itself: while tracing, nobody takes a CPU tensor for one on a GPU."""
+    x = Inputs.draw()
+
+    def loss(q, k, v):
+        return ops.forward(2 * q, k, v, 0.125, True)[0]
+
+    with stand_in():
+        expected = torch.autograd.grad(loss(*x.three), x.three, x.dout)
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        gradients = torch.autograd.grad(compiled(*x.three), x.three, x.dout)
+    for got, wanted in zip(gradients, expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_plans_explain_themselves():
+    q = torch.empty(2, 4096, 16, 128, dtype=BF16, device="meta")
+    kv = torch.empty(2, 1000, 4, 128, dtype=BF16, device="meta")
+    plan = flash4.explain(q, kv, kv, causal=True, backward=True)
+    text = str(plan)
+    for part in ("sm90-bwd", "causal", "64 tiles of 128 keys", str(plan.workspace_bytes)):
+        assert part in text
+    blocks = -(-4096 // plan.config.tile_m)
+    assert plan.workspace_bytes == 4 * 2 * 16 * blocks * plan.config.tile_m * (128 + 2)
+    assert hash(plan) == hash(flash4.explain(q, kv, kv, causal=True, backward=True))
+    with pytest.raises(NotImplementedError, match="runs on sm_90a, not sm_80"):
+        flash4.explain(q, kv, kv, backward=True, arch="sm_80")
+    with pytest.raises(ValueError, match="empty"):
+        flash4.explain(q[:0], kv[:0], kv[:0], backward=True)
+
+
+def test_too_many_tiles_are_refused():
+    problem = AttentionProblem(BF16, 2**21, 2**17, 2**17, 8, 8, 64, 64)
+    with pytest.raises(NotImplementedError, match="split the batch"):
+        dispatch.plan_backward(problem, "sm_90a", WORKERS)
+
+
+def test_the_reference_has_the_same_gradients_as_the_stand_in():
+    """Of a problem so small that the formulas can be compared without tolerances for rounding."""
+    x = Inputs.draw(lengths=(3, 4), dims=(8, 8), ratio=1)
+    with stand_in():
+        out = flash4.flash_attn_func(*x.three)
+        gradients = torch.autograd.grad(out, x.three, x.dout)
+    expected = reference.attention_gradients(*(t.detach() for t in x.three), x.dout)
+    for got, wanted in zip(gradients, expected, strict=False):
+        torch.testing.assert_close(got.double(), wanted, atol=4e-3, rtol=4e-3)

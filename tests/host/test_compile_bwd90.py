@@ -1,0 +1,135 @@
+"""The Hopper backward and the kernels around it compile for every config that ships, within limits that are checked in.
+
+As ``test_compile_fwd90``; ``python -m tests.host.test_compile_bwd90`` writes ``bwd90_limits.json`` anew.
+"""
+
+import json
+import multiprocessing
+import tempfile
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from flash4.jit import compile as jit_compile
+from flash4.jit.inspect import Resources, resources
+from flash4.passes.bwd_config import FINISH, PREPARE, passes_of
+from flash4.problem import AttentionProblem
+from flash4.sm90.bwd_config import MMA_WARPGROUPS, TILE_N, BackwardConfig, choose_config
+from flash4.sm90.bwd_roles import BackwardRoles
+from flash4.sm90.fwd_config import SMEM_ALIGN, SMEM_LIMIT
+from tests.host.test_compile_fwd90 import MMA_K, REGISTER_FILE, SLACK, WORKERS, calls
+
+LIMITS = Path(__file__).with_name("bwd90_limits.json")
+KERNEL = "flash4.sm90.bwd:BackwardSm90"
+PHASES = 2  # with and without a mask
+DIMS = (64, 96, 128)
+
+
+def config_for(head_dim, head_dim_v, causal=False, bf16=True):
+    """Config that a call with these facts gets."""
+    dtype = torch.bfloat16 if bf16 else torch.float16
+    problem = AttentionProblem(dtype, 1, 4096, 4096, 1, 1, head_dim, head_dim_v, causal)
+    return choose_config(problem)[0]
+
+
+CONFIGS = {
+    f"{d}/{dv} {'causal' if causal else 'full'}{'' if bf16 else ', fp16'}": config_for(
+        d, dv, causal, bf16
+    )
+    for d, dv, causal, bf16 in (
+        *((d, d, causal, True) for d in DIMS for causal in (False, True)),
+        *((d, dv, True, True) for d in DIMS for dv in DIMS if d != dv),
+        (128, 128, True, False),
+        (64, 64, False, False),
+    )
+}
+TOO_LARGE = BackwardConfig(True, 128, 128, 96, True, swap_dq=True)
+
+
+def compile_one(kernel: str, config) -> Resources:
+    """Compile a config and count; runs in a worker process. The compiler must have nothing to warn of."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jit_compile.compile_kernel(kernel, config, "sm_90a", folder)
+        (cubin,) = Path(folder).glob("*.cubin")
+        return resources(cubin)
+
+
+def compile_all(jobs: dict) -> dict[object, Resources]:
+    """Resources of (kernel, config) pairs by name."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(WORKERS, mp_context=context) as pool:
+        found = pool.map(compile_one, *zip(*jobs.values(), strict=True))
+        return dict(zip(jobs, found, strict=True))
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return compile_all({name: (KERNEL, config) for name, config in CONFIGS.items()})
+
+
+def products(config: BackwardConfig) -> int:
+    """WGMMAs of one warpgroup that a step takes: each contracts 16 numbers."""
+    over_d, over_dv = config.tile_d // MMA_K, config.tile_dv // MMA_K
+    over_queries, over_keys = config.tile_m // MMA_K, TILE_N // MMA_K
+    return over_d + over_dv + 2 * over_queries + over_keys  # S, dP, dV and dK, dQ
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_resources(name, compiled):
+    config, found = CONFIGS[name], compiled[name]
+    assert found.spill_loads == found.spill_stores == 0, f"spills: {found}"
+    assert not found.serialised, f"MMAs are serialised: {found}"
+    assert found.waits == calls(BackwardRoles.mma, PHASES)["wait_mma"], found
+    assert found.hgmma == PHASES * products(config), found
+    assert found.exp2 == PHASES * config.tile_m * TILE_N // MMA_WARPGROUPS // 128, found
+    assert found.registers == REGISTER_FILE // config.graph.threads // 8 * 8, found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_instructions(name, compiled):
+    limit = json.loads(LIMITS.read_text("utf-8"))[name]
+    found = compiled[name].instructions
+    assert found <= limit * SLACK, f"{found} instructions, {limit} when they were last looked at"
+
+
+def test_the_limits_are_of_these_configs():
+    assert json.loads(LIMITS.read_text("utf-8")).keys() == CONFIGS.keys()
+
+
+def test_the_kernels_around_it():
+    """No spills, and at least two CTAs of an SM."""
+    jobs = {}
+    for d, dv, dlse in ((64, 64, False), (96, 128, True), (128, 128, True)):
+        prepare, finish = passes_of(config_for(d, dv), dlse)
+        jobs[d, PREPARE], jobs[d, FINISH] = (PREPARE, prepare), (FINISH, finish)
+    for name, found in compile_all(jobs).items():
+        assert found.spill_loads == found.spill_stores == 0, (name, found)
+        assert found.registers <= 128, (name, found)
+
+
+def test_what_shared_memory_cannot_hold_is_refused():
+    assert not TOO_LARGE.fits
+    with pytest.raises(ValueError, match="bytes of shared memory"):
+        jit_compile.compile_kernel(KERNEL, TOO_LARGE, "sm_90a")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_config_fits(causal):
+    """More than is compiled here: all head dims, by the graph's sums."""
+    for d, dv in product(range(8, 129, 8), repeat=2):
+        config = config_for(d, dv, causal)
+        assert config.graph.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT, (d, dv)
+        assert config.graph.registers <= REGISTER_FILE
+        assert config.tile_d >= d and config.tile_dv >= dv
+        assert config_for(config.tile_d, config.tile_dv, causal) == config
+
+
+if __name__ == "__main__":
+    jobs = {name: (KERNEL, config) for name, config in CONFIGS.items()}
+    counts = {name: found.instructions for name, found in compile_all(jobs).items()}
+    LIMITS.write_text(json.dumps(counts, indent=1) + "\n", "utf-8")
