@@ -12,6 +12,8 @@ import flash4
 from flash4.dispatch import BACKWARD_KERNELS, FORWARD_KERNELS, plan_forward
 from flash4.interface import options_of
 from flash4.problem import AttentionProblem
+from flash4.selftest import STAGES
+from flash4.selftest import command as test_this_machine
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -30,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flash4",
-        description="Exact attention for NVIDIA GPUs, written in the CuTe DSL. Every command works without a GPU.",
+        description="Exact attention for NVIDIA GPUs, written in the CuTe DSL. All but selftest work without a GPU.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     problem, kernel = _problem_options(), _kernel_options(FORWARD_KERNELS)
@@ -62,7 +64,32 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="JSON of mutants that break nothing, each with the reason",
     )
+    _add_selftest(add)
     return parser
+
+
+def _add_selftest(add):
+    text = "test flash4 on this GPU, time it beside its peers, and write a report to attach to an issue"
+    test = add("selftest", selftest, text)
+    test.add_argument(
+        "--stages",
+        type=_stages,
+        default=list(STAGES),
+        metavar="NAMES",
+        help=f"some of {','.join(STAGES)}; default: all",
+    )
+    test.add_argument("--quick", action="store_true", help="the smoke test, and fewer problems")
+    test.add_argument("--seed", type=int, default=0, metavar="N", help="of the fuzz; default: 0")
+    test.add_argument("--limit-s", type=float, metavar="S", help="seconds of each stage")
+    test.add_argument("--out", type=Path, metavar="FILE", help="default: flash4-selftest-DATE.md")
+
+
+def _stages(text: str) -> list[str]:
+    """Parse a list of stages, which run in their own order."""
+    words = text.split(",")
+    if unknown := [word for word in words if word not in STAGES]:
+        raise argparse.ArgumentTypeError(f"{','.join(unknown)}: stages are {', '.join(STAGES)}")
+    return [name for name in STAGES if name in words]
 
 
 def _add_simulator(add, kernel, problem, small):
@@ -327,3 +354,8 @@ def mutants(arguments) -> int:
     path = arguments.harmless
     harmless = {} if path is None else json.loads(path.read_text("utf-8"))
     return breaking.command(arguments.kernel, harmless, arguments.sample, arguments.seed)
+
+
+def selftest(arguments) -> int:
+    """``selftest``."""
+    return test_this_machine(arguments)

@@ -163,8 +163,19 @@ def architecture(capability: tuple[int, int]) -> str:
     number = f"{capability[0]}.{capability[1]}"
     problem = f"flash4 has no kernel for compute capability {number}"
     if capability in NEVER_RUN:
-        problem = f"flash4's kernels for {NEVER_RUN[capability]} ({number}) have never run on a GPU: they are not launched"
+        problem = f"flash4's kernels for {NEVER_RUN[capability]} ({number}) have never run on a GPU: they are not launched, but by `python -m flash4 selftest`"
     raise NotImplementedError(f"{problem}; supported is 9.0 (Hopper: H100, H200, GH200)")
+
+
+def allow_untried(capability: tuple[int, int]):
+    """Let this process launch kernels that nobody has run on a GPU yet; for the selftest alone.
+
+    Raises:
+        ValueError: there are none for this compute capability.
+    """
+    if capability not in NEVER_RUN:
+        raise ValueError(f"no kernels for {capability[0]}.{capability[1]} wait for their first run")
+    ARCHITECTURES[capability] = f"sm_{capability[0]}{capability[1]}a"
 
 
 def plan_forward(problem: AttentionProblem, arch: str, workers: int) -> Plan:

@@ -31,7 +31,7 @@ from flash4.common.shares import find_share
 from flash4.common.tiles import Grid, TileSchedule
 from flash4.common.varlen import Sequences, VarlenSchedule
 from flash4.sm90.fwd_config import MARKS, MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT, ForwardConfig
-from flash4.sm90.fwd_ops import LoadOps, MmaOps, Operand, Tiles, Turn, element, make_row_state
+from flash4.sm90.fwd_ops import LoadOps, MmaOps, Operand, Tiles, Turn, element, make_row_state, meet
 from flash4.sm90.fwd_roles import ForwardRoles
 from flash4.sm90.fwd_views import (
     packed_view,
@@ -315,9 +315,7 @@ class ForwardSm90:
         v_producer, v_consumer = self._open_ring(smem, "v", lane)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        if cutlass.const_expr(c.cluster > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+        meet(c.cluster)
 
         blocks = c.blocks(run_time.left, run_time.right)
         if cutlass.const_expr(c.varlen):
@@ -338,9 +336,7 @@ class ForwardSm90:
             if warp == 0:
                 ops = self._load_ops(operands, run_time, tiles, (sQ, sK, sV), rank)
                 self.roles.load(ops, tiles, q_producer, k_producer, v_producer)
-                if cutlass.const_expr(c.cluster > 1):
-                    cute.arch.cluster_arrive()
-                    cute.arch.cluster_wait()
+                meet(c.cluster)
         else:
             cute.arch.setmaxregister_increase(mma.registers)
             mine = group - mma.warpgroups.start
@@ -355,9 +351,7 @@ class ForwardSm90:
             )
             turn = Turn(mine, c.mma_warpgroups, c.turns and c.mma_warpgroups > 1)
             self.roles.mma(ops, mma_tiles, q_consumer, k_consumer, v_consumer, turn)
-            if cutlass.const_expr(c.cluster > 1):
-                cute.arch.cluster_arrive()
-                cute.arch.cluster_wait()
+            meet(c.cluster)
 
     def _allocate(self, smem):
         """Pointers to the shared memory of each buffer that has its own, by the graph's map."""

@@ -96,12 +96,12 @@ class ForwardConfig:
     cluster: int = 1
 
     def __post_init__(self):
+        if self.tile_m % MMA_ROWS or not 1 <= self.tile_warpgroups <= 4 * self.cluster:
+            raise ValueError(f"tile_m is {self.tile_m}; supported are 64, 128, 192 and 256")
         if self.cluster not in (1, 2) or self.tile_m % (MMA_ROWS * self.cluster):
             raise ValueError(
                 f"cluster is {self.cluster} with tile_m {self.tile_m}; supported are 1, and 2 for multiples of 128"
             )
-        if self.tile_m % MMA_ROWS or not 1 <= self.mma_warpgroups <= 4:
-            raise ValueError(f"tile_m is {self.tile_m}; supported are 64, 128, 192 and 256")
         if self.tile_n % KEY_STEP or self.tile_n <= 0:
             raise ValueError(f"tile_n is {self.tile_n}; supported are multiples of {KEY_STEP}")
         if min(self.stages, self.q_stages) < 1:

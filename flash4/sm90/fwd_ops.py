@@ -178,6 +178,13 @@ class LoadOps:
         tma_load(self.v.atom, gV, self.sV, slot, (self.rank, c.cluster))
 
 
+def meet(ctas):
+    """Wait for the roles of all CTAs of a cluster: one must have set up its barriers, or may still be written to."""
+    if ctas > 1:
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+
 def tma_load(atom, gX, sX, slot, share=(0, 1)):
     """Start the bulk copy of one tile into ``slot``; its barrier completes when the bytes have landed.
 

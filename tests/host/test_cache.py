@@ -136,7 +136,8 @@ def test_new_shapes_do_not_compile(toolchain):
 
 def neighbours(field):
     """Two valid configs that differ in one field."""
-    for config in (CONFIG, replace(CONFIG, causal=False)):
+    bases = (CONFIG, replace(CONFIG, causal=False), replace(CONFIG, fixed_shift=True))
+    for config in bases:
         value = getattr(config, field)
         others = [not value] if isinstance(value, bool) else range(value + 1, 2 * value + 65)
         for other in others:

@@ -48,7 +48,16 @@ def refused(capsys, monkeypatch):
 
 def test_help_names_the_commands():
     text = output("-m", "flash4", "--help")
-    for command in ("demo", "explain", "describe", "sass", "simulate", "time", "mutants"):
+    for command in (
+        "demo",
+        "explain",
+        "describe",
+        "sass",
+        "simulate",
+        "time",
+        "mutants",
+        "selftest",
+    ):
         assert re.search(rf"^    {command} +\w", text, re.M), text
 
 
