@@ -11,16 +11,20 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+import flash4
 from flash4 import reference
+from flash4.interface import options_of
 from flash4.jit.compile import compile_kernel
 from flash4.problem import AttentionProblem, CallOptions
 from flash4.sim.explore import explore
 from flash4.sim.sm90_bwd import backward_machines, simulate_backward
 from flash4.sm90.bwd_config import BackwardConfig, choose_config
+from tests import strategies
 from tests.checks import assert_gradients_close
+from tests.gpu.gradients import is_built
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,24 @@ def cases(draw):
 @given(case=cases(), seed=st.integers(0, 2**16))
 def test_numbers_of_random_problems(case, seed):
     run(case, seed)
+
+
+@settings(max_examples=60)
+@given(strategies.problems(max_seqlen=400, max_scores=2**17), st.integers(0, 2**16))
+def test_calls_of_every_feature(problem, seed):
+    """Any call of the public function that has gradients, with the config that it would get."""
+    inputs, keywords = problem.tensors(seed=seed), problem.keywords()
+    assume(is_built(problem) and all(x.numel() for x in inputs))
+    config = flash4.explain(*inputs, backward=True, **keywords).config
+    options = options_of(*inputs, **keywords)
+    if options.alibi_slopes is not None:
+        options = options._replace(alibi_slopes=options.alibi_slopes.numpy())
+    out, lse = reference.attention(*inputs, return_lse=True, **keywords)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(problem.dtype)
+    arrays = [x.float().numpy() for x in (*inputs, out.to(problem.dtype), lse, dout)]
+    results = simulate_backward(config, arrays, options, 1 + seed % 3, seed)
+    gradients = [torch.from_numpy(x).to(problem.dtype) for x in results]
+    assert_gradients_close(gradients, inputs, dout, **keywords)
 
 
 @pytest.mark.parametrize("scale", [-0.2, 0.0, 1.5])
