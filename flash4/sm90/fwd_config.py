@@ -158,8 +158,13 @@ class ForwardConfig:
 
     @property
     def natural(self) -> bool:
-        """Verbs scale scores one by one, in natural units, to add what depends on the place of query and key."""
-        return self.alibi or self.score_mod != 0
+        """Verbs scale scores one by one, in natural units: a mod takes them so."""
+        return self.score_mod != 0
+
+    @property
+    def changes_scores(self) -> bool:
+        """Verbs scale scores one by one, unless natural in log2 units, since they change them on the way."""
+        return self.softcap or self.alibi or self.natural
 
     @property
     def may_hide_any(self) -> bool:
@@ -371,9 +376,10 @@ def choose_shift(config: ForwardConfig) -> tuple[ForwardConfig, str]:
         return config, "the softmax shift follows the maximum: P would leave the range of float16"
     if max(config.tile_d, config.tile_dv) > 128:
         return config, "the softmax shift follows the maximum: the products take the time"
-    special = config.varlen or config.natural or config.may_hide_any
-    if special or config.left or config.right:
+    if config.varlen or config.may_hide_any or config.left or config.right:
         return config, "the softmax shift follows the maximum, as with all but plain masks"
+    if config.alibi and not config.causal:
+        return config, "the softmax shift follows the maximum: the first blocks are the farthest"
     settle = 8 if max(config.tile_d, config.tile_dv) == 64 else 0
     why = "a fixed softmax shift in blocks without a mask; what outgrows it is done again"
     return replace(config, fixed_shift=True, settle=settle), why

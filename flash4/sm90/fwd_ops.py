@@ -303,6 +303,64 @@ def outgrown(S, state):
 
 
 @dataclass(frozen=True)
+class Flat:
+    """Addend of a row's scores: the negative of its shift."""
+
+    shift: object
+
+    def at(self, j):
+        """Addend of this thread's score ``j``."""
+        return -self.shift
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Addend that grows with the column, all keys being before the query."""
+
+    slope: Float32
+    last: int
+    at_last: Float32
+
+    def at(self, j):
+        """Addend of this thread's score ``j``; at the key next to the query no digits are lost."""
+        return self.slope * Float32(8 * (j // 2) + j % 2 - self.last) + self.at_last
+
+
+@dataclass(frozen=True)
+class Roof:
+    """Addend that falls on both sides of the query's position."""
+
+    slope: Float32
+    distance: Float32  # of the query's position from this thread's first column
+    shift: object
+
+    def at(self, j):
+        """Addend of this thread's score ``j``."""
+        column = Float32(8 * (j // 2) + j % 2)
+        return -self.slope * cute.math.absf(self.distance - column) - self.shift
+
+
+@cute.jit
+def cap_scores(S: cute.Tensor, cap, addends):
+    """Capped S plus addends, for a warp at a time as cheaply as its largest score allows."""
+    used = numerics.largest_pair_bits(row_values(S, 0) + row_values(S, 1))
+    if cute.arch.vote_any_sync(used > numerics.float_bits(cap.near_end)):
+        if cute.arch.vote_any_sync(used > numerics.float_bits(cap.middle_end)):
+            replace_scores(S, cap.of_any, addends)
+        else:
+            replace_scores(S, cap.of_middle, addends)
+    else:
+        replace_scores(S, cap.of_near, addends)
+
+
+def replace_scores(S, function, addends):
+    """S = function(S, addend)."""
+    for r in range(2):
+        for j in range(cute.size(S) // 2):
+            S[r, j] = function(S[r, j], addends[r].at(j))
+
+
+@dataclass(frozen=True)
 class MmaOps:
     """Verbs of the ``mma`` role; every tensor is this warpgroup's or this thread's part."""
 
@@ -317,8 +375,8 @@ class MmaOps:
     state: RowState
     tiles: object  # TileSchedule or VarlenSchedule
     worker_tiles: object  # Tiles, or the VarlenSchedule
-    cap_scale: object  # factor of a score within the cap, Float32; None without a cap
-    scale: object  # factor of a score, or the cap, Float32; None unless the config is natural
+    cap: object  # numerics.Cap, or None
+    scale: Float32  # factor of a score without a cap, signed; in log2 units unless the config is natural
     scale_log2: Float32  # factor of what softmax takes
     inv_scale_log2: Float32
     thread: Int32  # in the warpgroup
@@ -353,7 +411,8 @@ class MmaOps:
         if self.config.alibi:
             place = self.tiles.place(tile)
             for r in range(2):
-                self.slopes[r] = self.mSlopes[place.batch, self._head(place, r)]
+                slope = self.mSlopes[place.batch, self._head(place, r)]
+                self.slopes[r] = slope if self.config.natural else slope * LOG2E
 
     def _head(self, place, r):
         """Query head of this thread's row ``r``; the last one for packed rows that have none."""
@@ -410,20 +469,13 @@ class MmaOps:
                 S[r, j] = cutlass.select_(seen, S[r, j], -Float32.inf)
 
     def _prepare(self, tile, n_block, S, masked):
-        """Negate for a negative scale, cap, then mask."""
+        """Negate for a negative scale, or change scores, then mask."""
         c = self.config
-        if c.softcap:
-            factor = -self.cap_scale if c.negate else self.cap_scale
-            for i in range(cute.size(S)):
-                S[i] = numerics.tanh(S[i] * factor)
+        if c.changes_scores:
+            self._change(S, self._addends(tile, n_block, masked, (0.0, 0.0)))
         elif c.negate:
             for i in range(cute.size(S)):
                 S[i] = -S[i]
-        if c.natural:
-            for i in range(cute.size(S)):
-                S[i] = S[i] * self.scale
-        if c.alibi:
-            self._add_alibi(tile, n_block, S)
         if c.score_mod or c.mask_mod:
             self._apply_mods(tile, n_block, S)
         if masked and (c.causal or c.left or c.right):
@@ -431,16 +483,35 @@ class MmaOps:
         elif masked:
             self._mask_tail(tile, n_block, S)
 
-    def _add_alibi(self, tile, n_block, S):
-        """S -= slope |p - j|, with p the query's position among the keys."""
+    def _addends(self, tile, n_block, masked, shifts):
+        """What scores of this thread's two rows get added: ALiBi's -slope |p - j| and the negative of a shift.
+
+        p is the query's position among the keys, j that of the key.
+        """
         c, (seqlen_q, seqlen_k) = self.config, self.tiles.lengths(tile)
+        if not c.alibi:
+            return tuple(Flat(shift) for shift in shifts)
         first_column = (tile.first_block + n_block) * c.tile_n + 2 * (self.thread % 4)
+        addends = []
         for r in range(2):
             query = tile.m_block * c.tile_q + self._query_row(r) // c.pack
-            distance = Float32(query + seqlen_k - seqlen_q - first_column)
-            for j in range(c.tile_n // 4):
-                column = Float32(8 * (j // 2) + j % 2)
-                S[r, j] = S[r, j] - self.slopes[r] * cute.math.absf(distance - column)
+            distance = query + seqlen_k - seqlen_q - first_column
+            if c.causal and not masked:  # p >= j, of the thread's last column too
+                last = 8 * (c.tile_n // 8 - 1) + 1
+                at_last = -self.slopes[r] * Float32(distance - last) - shifts[r]
+                addends.append(Slope(self.slopes[r], last, at_last))
+            else:
+                addends.append(Roof(self.slopes[r], Float32(distance), shifts[r]))
+        return tuple(addends)
+
+    def _change(self, S, addends):
+        """S = scale S, or its cap, plus the addends; in log2 units unless the config is natural."""
+        if self.config.softcap:
+            cap_scores(S, self.cap, addends)
+            return
+        for r in range(2):
+            for j in range(self.config.tile_n // 4):
+                S[r, j] = S[r, j] * self.scale + addends[r].at(j)
 
     def _apply_mods(self, tile, n_block, S):
         """S = score_mod(S), and -inf where mask_mod hides a key; see ``flash_attn_func`` for what they are given."""
@@ -476,7 +547,11 @@ class MmaOps:
 
     def softmax(self, tile, n_block, s, phase):
         """Move the shift if it must and may; P = exp2(scale_log2 S - shift), l += rowsum P."""
-        S = rows_of(s)
+        S, c, shifts = rows_of(s), self.config, self.state.shift_log2
+        if phase.fixed and c.changes_scores:  # with the shift, which is known
+            self._change(S, self._addends(tile, n_block, False, (shifts[0], shifts[1])))
+            self._exponentials(S, False, shifted=True)
+            return
         self._prepare(tile, n_block, S, phase.masked)
         if not phase.fixed:
             self.state.correction.fill(1.0)
@@ -489,8 +564,8 @@ class MmaOps:
         if cute.arch.vote_any_sync(outgrown(S, state)):
             move_shifts(S, state, scale_log2, inv_scale_log2)
 
-    def _exponentials(self, S, masked):
-        """P in place of S, and its row sums in four chains; settle after a set number of them."""
+    def _exponentials(self, S, masked, shifted=False):
+        """P in place of S, which may be shifted, and its row sums in four chains; settle after a set number of them."""
         state, columns = self.state, self.config.tile_n // 4
         settle_at = 2 * columns * self.config.settle // 64
         chains = []
@@ -500,7 +575,8 @@ class MmaOps:
                 shift = cutlass.select_(shift == -Float32.inf, Float32(0.0), shift)
             chains.append([None] * 4)
             for j in range(columns):
-                p = cute.math.exp2(S[r, j] * self.scale_log2 - shift, fastmath=True)
+                log2_p = S[r, j] if shifted else S[r, j] * self.scale_log2 - shift
+                p = cute.math.exp2(log2_p, fastmath=True)
                 S[r, j] = p
                 chain = chains[r][j % 4]
                 chains[r][j % 4] = p if chain is None else chain + p
