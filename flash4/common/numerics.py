@@ -94,10 +94,8 @@ class Cap:
     def of(inner, outer):
         """Derive what is left from the two factors."""
         size = cutlass.select_(inner < 0.0, -inner, inner)
-        least, most = 1 / LARGEST_FACTOR, LARGEST_FACTOR
-        usual = (size >= least) & (size <= most) & (outer >= least) & (outer <= most)
-        square, near = inner * inner, []
-        power = inner * outer
+        usual = usual_factors(size, outer)
+        power, square, near = inner * outer, inner * inner, []
         for coefficient in TANH_NEAR:
             near.append(power * coefficient)
             power = power * square
@@ -121,6 +119,12 @@ class Cap:
     def of_any(self, s, addend):
         """Capped s + addend."""
         return tanh(s * self.inner) * self.outer + addend
+
+
+def usual_factors(inner, outer):
+    """Whether coefficients with the fifth power of ``inner`` stay in float32; numbers of the kernel or of NumPy."""
+    least, most = 1 / LARGEST_FACTOR, LARGEST_FACTOR
+    return (inner >= least) & (inner <= most) & (outer >= least) & (outer <= most)
 
 
 def largest_pair_bits(values):

@@ -349,7 +349,12 @@ class ForwardSm90:
             mine = group - mma.warpgroups.start
             smem_tensors = (sQ, sK, sV, sO[None, None, mine])
             ops = self._mma_ops(
-                mmas, smem_tensors, operands[3], run_time, mma_tiles, (thread % WARPGROUP, mine, rank)
+                mmas,
+                smem_tensors,
+                operands[3],
+                run_time,
+                mma_tiles,
+                (thread % WARPGROUP, mine, rank),
             )
             turn = Turn(mine, c.mma_warpgroups, c.turns and c.mma_warpgroups > 1)
             self.roles.mma(ops, mma_tiles, q_consumer, k_consumer, v_consumer, turn)
@@ -383,7 +388,9 @@ class ForwardSm90:
             producer_group=pipeline.CooperativeGroup(
                 pipeline.Agent.Thread, ring.producer.active_warps
             ),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, ring.consumer_arrivals * shared),
+            consumer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, ring.consumer_arrivals * shared
+            ),
             tx_count=ring.stage_bytes,
             cta_layout_vmnk=cute.make_layout((1, shared, 1, 1)),
             tidx=lane,
