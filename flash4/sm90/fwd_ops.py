@@ -323,7 +323,8 @@ class Slope:
 
     def at(self, j):
         """Addend of this thread's score ``j``; at the key next to the query no digits are lost."""
-        return self.slope * Float32(8 * (j // 2) + j % 2 - self.last) + self.at_last
+        back = self.last - (8 * (j // 2) + j % 2)
+        return self.at_last - self.slope * Float32(back) if back else self.at_last
 
 
 @dataclass(frozen=True)
@@ -386,7 +387,8 @@ class MmaOps:
     mLSE: cute.Tensor  # (B, H, S)
     mSink: object  # (H,) float32, or None
     mSlopes: object  # (B, H) float32, or None
-    slopes: object  # of this thread's two rows, or None
+    slopes: object  # of this thread's two rows, in units of changed scores, or None
+    positions: object  # of these rows among the keys, less this thread's first column, or None
     aux: object  # tuple of tensors that mods read, or None
     mRedone: object  # (1,) int32, tiles that were worked on again, or None
 
@@ -410,9 +412,13 @@ class MmaOps:
         self.state.total.fill(0.0)
         if self.config.alibi:
             place = self.tiles.place(tile)
+            seqlen_q, seqlen_k = self.tiles.lengths(tile)
             for r in range(2):
                 slope = self.mSlopes[place.batch, self._head(place, r)]
                 self.slopes[r] = slope if self.config.natural else slope * LOG2E
+                query = tile.m_block * self.config.tile_q + self._query_row(r) // self.config.pack
+                position = query + seqlen_k - seqlen_q - 2 * (self.thread % 4)
+                self.positions[r] = numerics.opaque(position)  # or it is computed for every block
 
     def _head(self, place, r):
         """Query head of this thread's row ``r``; the last one for packed rows that have none."""
@@ -488,14 +494,11 @@ class MmaOps:
 
         p is the query's position among the keys, j that of the key.
         """
-        c, (seqlen_q, seqlen_k) = self.config, self.tiles.lengths(tile)
+        c, addends = self.config, []
         if not c.alibi:
             return tuple(Flat(shift) for shift in shifts)
-        first_column = (tile.first_block + n_block) * c.tile_n + 2 * (self.thread % 4)
-        addends = []
         for r in range(2):
-            query = tile.m_block * c.tile_q + self._query_row(r) // c.pack
-            distance = query + seqlen_k - seqlen_q - first_column
+            distance = self.positions[r] - (tile.first_block + n_block) * c.tile_n
             if c.causal and not masked:  # p >= j, of the thread's last column too
                 last = 8 * (c.tile_n // 8 - 1) + 1
                 at_last = -self.slopes[r] * Float32(distance - last) - shifts[r]
