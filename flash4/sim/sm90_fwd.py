@@ -63,7 +63,7 @@ def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return sum(a[:, i : i + MMA_K] @ b[i : i + MMA_K] for i in steps)
 
 
-def cap_scores(s: np.ndarray, inner: np.float32, outer: np.float32) -> np.ndarray:
+def cap_scores(s: np.ndarray, inner: np.float32, outer: np.float32, ways: int = 3) -> np.ndarray:
     """Return outer tanh(inner s), each warp in the way that the largest sum of two neighbours allows."""
     pairs = np.abs(s[:, 0::2]) + np.abs(s[:, 1::2])
     used = np.repeat(pairs.reshape(-1, WARP_ROWS * pairs.shape[1]).max(1), WARP_ROWS)[:, None]
@@ -73,7 +73,7 @@ def cap_scores(s: np.ndarray, inner: np.float32, outer: np.float32) -> np.ndarra
         np.polynomial.polynomial.polyval(square, np.float32(c)) for c in (TANH_NEAR, TANH_MIDDLE)
     )
     is_near = (used <= TANH_NEAR_END / inner) & usual_factors(inner, outer)
-    is_middle = used <= TANH_MIDDLE_END / inner
+    is_middle = (used <= TANH_MIDDLE_END / inner) & (ways == 3)
     return np.where(is_near, x * near, np.where(is_middle, x * middle, np.tanh(x))) * outer
 
 
@@ -302,10 +302,10 @@ class MmaOps:
             else:
                 addend = addend - slope * np.abs(distance)
             addend = addend.astype(np.float32)
-        capped = (
-            cap_scores(s, call.scale, call.changed_scale) if c.softcap else s * call.changed_scale
-        )
-        s[:] = capped + addend
+        if c.softcap:
+            s[:] = cap_scores(s, call.scale, call.changed_scale, c.ways_to_cap(masked)) + addend
+        else:
+            s[:] = s * call.changed_scale + addend
 
     def _apply_mods(self, tile, keys, s):
         """S = score_mod(S), and -inf where mask_mod hides a key."""

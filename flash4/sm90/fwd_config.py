@@ -166,6 +166,11 @@ class ForwardConfig:
         """Verbs scale scores one by one, unless natural in log2 units, since they change them on the way."""
         return self.softcap or self.alibi or self.natural
 
+    def ways_to_cap(self, masked: bool) -> int:
+        """Ways to cap scores: 3, but 2 in blocks with a mask, which are few, and where registers are too few for 3."""
+        scarce = self.mma_warpgroups > 2 and not self.fixed_shift
+        return 2 if masked or scarce else 3
+
     @property
     def may_hide_any(self) -> bool:
         """A score may become -inf in any block, not in those alone that a mask cuts."""

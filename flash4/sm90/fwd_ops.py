@@ -342,16 +342,25 @@ class Roof:
 
 
 @cute.jit
-def cap_scores(S: cute.Tensor, cap, addends):
-    """Capped S plus addends, for a warp at a time as cheaply as its largest score allows."""
+def cap_scores(S: cute.Tensor, cap, addends, ways: cutlass.Constexpr):
+    """Capped S plus addends, for a warp at a time in the cheapest of two or three ways that its largest score allows."""
     used = numerics.largest_pair_bits(row_values(S, 0) + row_values(S, 1))
     if cute.arch.vote_any_sync(used > numerics.float_bits(cap.near_end)):
-        if cute.arch.vote_any_sync(used > numerics.float_bits(cap.middle_end)):
+        if cutlass.const_expr(ways == 2):
             replace_scores(S, cap.of_any, addends)
         else:
-            replace_scores(S, cap.of_middle, addends)
+            cap_large_scores(S, cap, addends, used)
     else:
         replace_scores(S, cap.of_near, addends)
+
+
+@cute.jit
+def cap_large_scores(S: cute.Tensor, cap, addends, used):
+    """As ``cap_scores``, of the two ways for scores that are not near zero; ``used`` is what decides."""
+    if cute.arch.vote_any_sync(used > numerics.float_bits(cap.middle_end)):
+        replace_scores(S, cap.of_any, addends)
+    else:
+        replace_scores(S, cap.of_middle, addends)
 
 
 def replace_scores(S, function, addends):
@@ -478,7 +487,7 @@ class MmaOps:
         """Negate for a negative scale, or change scores, then mask."""
         c = self.config
         if c.changes_scores:
-            self._change(S, self._addends(tile, n_block, masked, (0.0, 0.0)))
+            self._change(S, self._addends(tile, n_block, masked, (0.0, 0.0)), masked)
         elif c.negate:
             for i in range(cute.size(S)):
                 S[i] = -S[i]
@@ -507,10 +516,10 @@ class MmaOps:
                 addends.append(Roof(self.slopes[r], Float32(distance), shifts[r]))
         return tuple(addends)
 
-    def _change(self, S, addends):
+    def _change(self, S, addends, masked):
         """S = scale S, or its cap, plus the addends; in log2 units unless the config is natural."""
         if self.config.softcap:
-            cap_scores(S, self.cap, addends)
+            cap_scores(S, self.cap, addends, self.config.ways_to_cap(masked))
             return
         for r in range(2):
             for j in range(self.config.tile_n // 4):
@@ -552,7 +561,7 @@ class MmaOps:
         """Move the shift if it must and may; P = exp2(scale_log2 S - shift), l += rowsum P."""
         S, c, shifts = rows_of(s), self.config, self.state.shift_log2
         if phase.fixed and c.changes_scores:  # with the shift, which is known
-            self._change(S, self._addends(tile, n_block, False, (shifts[0], shifts[1])))
+            self._change(S, self._addends(tile, n_block, False, (shifts[0], shifts[1])), False)
             self._exponentials(S, False, shifted=True)
             return
         self._prepare(tile, n_block, S, phase.masked)
