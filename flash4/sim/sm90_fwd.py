@@ -72,7 +72,7 @@ def cap_scores(s: np.ndarray, inner: np.float32, outer: np.float32, ways: int = 
     near, middle = (
         np.polynomial.polynomial.polyval(square, np.float32(c)) for c in (TANH_NEAR, TANH_MIDDLE)
     )
-    is_near = (used <= TANH_NEAR_END / inner) & usual_factors(inner, outer)
+    is_near = (used <= TANH_NEAR_END / inner) & usual_factors(inner, outer) & (ways > 1)
     is_middle = (used <= TANH_MIDDLE_END / inner) & (ways == 3)
     return np.where(is_near, x * near, np.where(is_middle, x * middle, np.tanh(x))) * outer
 

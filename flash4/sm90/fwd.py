@@ -453,6 +453,6 @@ class ForwardSm90:
             mSlopes=run_time.slopes,
             aux=run_time.aux,
             slopes=cute.make_rmem_tensor(2, Float32) if c.alibi else None,
-            positions=cute.make_rmem_tensor(2, Int32) if c.alibi else None,
+            positions=cute.make_rmem_tensor(2, Int32) if c.alibi and c.fixed_shift else None,
             mRedone=run_time.redone,
         )

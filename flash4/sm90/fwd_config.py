@@ -167,8 +167,13 @@ class ForwardConfig:
         return self.softcap or self.alibi or self.natural
 
     def ways_to_cap(self, masked: bool) -> int:
-        """Ways to cap scores: 3, but 2 in blocks with a mask, which are few, and where registers are too few for 3."""
+        """Ways to cap scores, of ``numerics.Cap``: all 3, or the first and the last, or the last alone.
+
+        Blocks with a mask are few, and four warpgroups have few registers: one more way for them spills.
+        """
         scarce = self.mma_warpgroups > 2 and not self.fixed_shift
+        if scarce and self.alibi:
+            return 1
         return 2 if masked or scarce else 3
 
     @property

@@ -397,7 +397,7 @@ class MmaOps:
     mSink: object  # (H,) float32, or None
     mSlopes: object  # (B, H) float32, or None
     slopes: object  # of this thread's two rows, in units of changed scores, or None
-    positions: object  # of these rows among the keys, less this thread's first column, or None
+    positions: object  # of these rows, as ``_position`` has them, or None
     aux: object  # tuple of tensors that mods read, or None
     mRedone: object  # (1,) int32, tiles that were worked on again, or None
 
@@ -421,13 +421,17 @@ class MmaOps:
         self.state.total.fill(0.0)
         if self.config.alibi:
             place = self.tiles.place(tile)
-            seqlen_q, seqlen_k = self.tiles.lengths(tile)
             for r in range(2):
                 slope = self.mSlopes[place.batch, self._head(place, r)]
                 self.slopes[r] = slope if self.config.natural else slope * LOG2E
-                query = tile.m_block * self.config.tile_q + self._query_row(r) // self.config.pack
-                position = query + seqlen_k - seqlen_q - 2 * (self.thread % 4)
-                self.positions[r] = numerics.opaque(position)  # or it is computed for every block
+                if self.config.fixed_shift:  # opaque, or it would be computed for every block
+                    self.positions[r] = numerics.opaque(self._position(tile, r))
+
+    def _position(self, tile, r):
+        """Position of this thread's row ``r`` among the keys, less the thread's first column in a block."""
+        seqlen_q, seqlen_k = self.tiles.lengths(tile)
+        query = tile.m_block * self.config.tile_q + self._query_row(r) // self.config.pack
+        return query + seqlen_k - seqlen_q - 2 * (self.thread % 4)
 
     def _head(self, place, r):
         """Query head of this thread's row ``r``; the last one for packed rows that have none."""
@@ -507,7 +511,8 @@ class MmaOps:
         if not c.alibi:
             return tuple(Flat(shift) for shift in shifts)
         for r in range(2):
-            distance = self.positions[r] - (tile.first_block + n_block) * c.tile_n
+            position = self.positions[r] if c.fixed_shift else self._position(tile, r)
+            distance = position - (tile.first_block + n_block) * c.tile_n
             if c.causal and not masked:  # p >= j, of the thread's last column too
                 last = 8 * (c.tile_n // 8 - 1) + 1
                 at_last = -self.slopes[r] * Float32(distance - last) - shifts[r]
@@ -518,12 +523,12 @@ class MmaOps:
 
     def _change(self, S, addends, masked):
         """S = scale S, or its cap, plus the addends; in log2 units unless the config is natural."""
-        if self.config.softcap:
+        if not self.config.softcap:
+            replace_scores(S, lambda s, addend: s * self.scale + addend, addends)
+        elif self.config.ways_to_cap(masked) == 1:
+            replace_scores(S, self.cap.of_any, addends)
+        else:
             cap_scores(S, self.cap, addends, self.config.ways_to_cap(masked))
-            return
-        for r in range(2):
-            for j in range(self.config.tile_n // 4):
-                S[r, j] = S[r, j] * self.scale + addends[r].at(j)
 
     def _apply_mods(self, tile, n_block, S):
         """S = score_mod(S), and -inf where mask_mod hides a key; see ``flash_attn_func`` for what they are given."""
