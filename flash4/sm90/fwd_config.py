@@ -165,8 +165,23 @@ class ForwardConfig:
 
     @property
     def natural(self) -> bool:
-        """Verbs scale scores one by one, in natural units, to add what depends on the place of query and key."""
-        return self.alibi or self.score_mod != 0
+        """Verbs scale scores one by one, in natural units: a mod takes them so."""
+        return self.score_mod != 0
+
+    @property
+    def changes_scores(self) -> bool:
+        """Verbs scale scores one by one, unless natural in log2 units, since they change them on the way."""
+        return self.softcap or self.alibi or self.natural
+
+    def ways_to_cap(self, masked: bool) -> int:
+        """Ways to cap scores, of ``numerics.Cap``: all 3, or the first and the last, or the last alone.
+
+        Blocks with a mask are few, and four warpgroups have few registers: one more way for them spills.
+        """
+        scarce = self.mma_warpgroups > 2 and not self.fixed_shift
+        if scarce and self.alibi:
+            return 1
+        return 2 if masked or scarce else 3
 
     @property
     def may_hide_any(self) -> bool:
@@ -392,8 +407,10 @@ def choose_shift(config: ForwardConfig) -> tuple[ForwardConfig, str]:
     """Fix the softmax shift where that is faster and the range of P allows it; and the reason."""
     if not config.bf16:
         return config, "the softmax shift follows the maximum: P would leave the range of float16"
-    if config.varlen or config.natural or config.may_hide_any:
+    if config.varlen or config.may_hide_any:
         return config, "the softmax shift follows the maximum, as with all but plain masks"
+    if config.alibi and not config.causal:
+        return config, "the softmax shift follows the maximum: the first blocks are the farthest"
     if config.tile_dv in LATE_VALUES and max(config.tile_d, config.tile_dv) > 128:
         return config, "the softmax shift follows the maximum: the products take the time"
     why = "a fixed softmax shift in blocks without a mask; what outgrows it is done again"
@@ -431,7 +448,9 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
     """
     wide, cut = max(tile_d, tile_dv), problem.causal or problem.window_right
     mods = problem.score_mod or problem.mask_mod
-    if wide == 64 and not mods:
+    # Four warpgroups have few registers: one of these at a time.
+    crowded = problem.softcap + problem.alibi + problem.window_left > 1
+    if wide == 64 and not (mods or crowded):
         if not (cut or problem.window_left or problem.varlen) and problem.seqlen_k >= LONG:
             tile = {"tile_m": 192, "tile_n": 128, "stages": 3, "turns": True, "settle": 8}
             return (
@@ -477,6 +496,8 @@ def _may_fix(problem) -> bool:
     import torch
 
     mods = problem.score_mod or problem.mask_mod
+    if problem.alibi and not problem.causal:  # the first blocks are the farthest
+        return False
     return problem.dtype == torch.bfloat16 and not (mods or problem.varlen)
 
 
