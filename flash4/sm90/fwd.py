@@ -30,7 +30,14 @@ from flash4.common.numerics import LOG2E, Cap, opaque
 from flash4.common.shares import find_share
 from flash4.common.tiles import Grid, TileSchedule
 from flash4.common.varlen import Sequences, VarlenSchedule
-from flash4.sm90.fwd_config import MARKS, MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT, ForwardConfig
+from flash4.sm90.fwd_config import (
+    MARK_WORDS,
+    MMA_ROWS,
+    OUTGROWN,
+    SMEM_ALIGN,
+    SMEM_LIMIT,
+    ForwardConfig,
+)
 from flash4.sm90.fwd_ops import LoadOps, MmaOps, Operand, Tiles, Turn, element, make_row_state, meet
 from flash4.sm90.fwd_roles import ForwardRoles
 from flash4.sm90.fwd_views import (
@@ -307,10 +314,10 @@ class ForwardSm90:
         marks = None
         if cutlass.const_expr(c.fixed_shift):
             marks = cute.make_tensor(
-                cute.recast_ptr(pointers["marks"], dtype=Int32), cute.make_layout(MARKS + 1)
+                cute.recast_ptr(pointers["marks"], dtype=Int32), cute.make_layout(MARK_WORDS)
             )
-            if thread <= MARKS:
-                marks[thread] = 0
+            if thread < MARK_WORDS:
+                marks[thread] = cutlass.select_(thread < OUTGROWN, Int32(0), Int32(-1))
         # Opaque: ptxas would read the lane id anew for every release in the loop.
         lane = opaque(thread)
         q_producer, q_consumer = self._open_ring(smem, "q", lane)
