@@ -351,14 +351,8 @@ class ForwardSm90:
             cute.arch.setmaxregister_increase(mma.registers)
             mine = group - mma.warpgroups.start
             smem_tensors = (sQ, sK, sV, sO[None, None, mine])
-            ops = self._mma_ops(
-                mmas,
-                smem_tensors,
-                operands[3],
-                run_time,
-                mma_tiles,
-                (thread % WARPGROUP, mine, rank),
-            )
+            place = (thread % WARPGROUP, mine, rank)
+            ops = self._mma_ops(mmas, smem_tensors, operands[3], run_time, mma_tiles, place)
             turn = Turn(mine, c.mma_warpgroups, c.turns and c.mma_warpgroups > 1)
             self.roles.mma(ops, mma_tiles, q_consumer, k_consumer, v_consumer, turn)
             meet(c.cluster)

@@ -181,12 +181,11 @@ class ForwardConfig:
     def ways_to_cap(self, masked: bool) -> int:
         """Ways to cap scores, of ``numerics.Cap``: all 3, or the first and the last, or the last alone.
 
-        Blocks with a mask are few, and four warpgroups have few registers: one more way for them spills.
+        Blocks with a mask are few, and without a fixed shift so are registers: one way more spills.
         """
-        scarce = self.mma_warpgroups > 2 and not self.fixed_shift
-        if scarce and self.alibi:
+        if self.alibi and not self.fixed_shift:
             return 1
-        return 2 if masked or scarce else 3
+        return 2 if masked or self.mma_warpgroups > 2 and not self.fixed_shift else 3
 
     @property
     def may_hide_any(self) -> bool:
