@@ -4,15 +4,19 @@ Arithmetic is float32, rounded to 16 bit where the kernel rounds; S, P and O lie
 columns of the graph. A warpgroup is one task.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
 
+from flash4.common import mods
 from flash4.common.dsl import plain
 from flash4.common.geometry import ceil_div
+from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
+from flash4.common.shares import shares_of
 from flash4.common.tiles import Grid, TileSchedule
+from flash4.common.varlen import Sequences, VarlenSchedule
 from flash4.problem import CallOptions, positive_scale
 from flash4.sim.limits import WarpRole, check_graph, check_registers, check_tmem
 from flash4.sim.machine import Machine, join
@@ -63,17 +67,34 @@ class Call:
     v: np.ndarray
     out: np.ndarray
     lse: np.ndarray
-    scale_log2: np.float32
-    tiles: TileSchedule
+    options: CallOptions
+    tiles: object
+
+    @property
+    def scale(self) -> np.float32:
+        """Factor of a score, positive; within the cap, if there is one."""
+        scale = abs(self.options.softmax_scale) or 1.0
+        return np.float32(scale / (self.options.softcap or 1.0))
+
+    @property
+    def natural_scale(self) -> np.float32:
+        """Factor that makes a scaled score of a score, or of the tanh of one."""
+        return np.float32(self.options.softcap or self.scale)
+
+    @property
+    def scale_log2(self) -> np.float32:
+        """Factor of what the softmax takes, in log2 units."""
+        return np.float32(LOG2E if self.config.natural else self.natural_scale * LOG2E)
 
     def places(self, tile, q_tile: int):
         """(queries, heads, whether they exist) of the rows of a Q tile."""
         pack, ratio = self.config.pack, self.q.shape[2] // self.k.shape[2]
+        place = self.tiles.place(tile)
         query, head = np.divmod(np.arange(MMA_ROWS), pack)
         query += self.config.first_query(tile, q_tile)
-        head += tile.group * pack
-        exists = (query < self.q.shape[1]) & (head < ratio)
-        return query, tile.head_kv * ratio + head, exists
+        head += place.group * pack
+        exists = (query < place.stored_q) & (head < ratio)
+        return query, place.head_kv * ratio + head, exists
 
 
 class LoadOps:
@@ -85,21 +106,31 @@ class LoadOps:
     def load_q(self, tile, q_tile, slot):
         """Fill a slot with one Q tile."""
         call = self._call
+        place = call.tiles.place(tile)
         query, head, exists = call.places(tile, q_tile)
-        rows = call.q[tile.batch, query[exists], head[exists]]
+        if call.config.cu_q:
+            exists &= query < call.tiles.lengths(tile)[0]
+        rows = call.q[place.batch_q, place.row_q + query[exists], head[exists]]
         self._fill(slot, (MMA_ROWS, call.config.tile_d), exists, rows)
 
     def load_k(self, tile, n_block, slot):
         """Fill a slot with block ``n_block`` of K."""
-        self._load(self._call.k, tile, n_block, slot)
+        self._load(self._call.k, tile, n_block, slot, None)
 
     def load_v(self, tile, n_block, slot):
         """Fill a slot with block ``n_block`` of V."""
-        self._load(self._call.v, tile, n_block, slot)
+        call = self._call
+        seqlen_k = call.tiles.lengths(tile)[1] if call.config.v_is_ragged else None
+        self._load(call.v, tile, n_block, slot, seqlen_k)
 
-    def _load(self, x, tile, n_block, slot):
-        c = self._call.config
-        rows = x[tile.batch, n_block * c.tile_n : (n_block + 1) * c.tile_n, tile.head_kv]
+    def _load(self, x, tile, n_block, slot, seqlen_k):
+        """Fill a slot; without ``seqlen_k`` with what lies in memory, behind the sequence's last key too."""
+        c, place = self._call.config, self._call.tiles.place(tile)
+        first = (tile.first_block + n_block) * c.tile_n
+        end = first + c.tile_n
+        if seqlen_k is not None:
+            end = max(min(end, seqlen_k), first)
+        rows = x[place.batch_k, place.row_k + first : place.row_k + end, place.head_kv]
         self._fill(slot, (c.tile_n, c.kv_columns), slice(len(rows)), rows)
 
     def _fill(self, slot, shape, where, rows):
@@ -177,12 +208,12 @@ class SoftmaxOps:
         """Blocks with a mask, then those without."""
         return self._config.phases(tile, self._q_tile, self._call.tiles)
 
-    def begin(self):
+    def begin(self, tile):
         """Shift -inf, sum 0."""
         return np.full(MMA_ROWS, -np.inf, np.float32), np.zeros(MMA_ROWS, np.float32)
 
     def load_s(self, tile, n_block, phase):
-        """S in registers, negated for a negative scale, masked."""
+        """S in registers: negated for a negative scale, capped, changed by mods, masked."""
         c, call = self._config, self._call
         parts = [
             self._port.load(self._columns.s(self._q_tile, column, CHUNK))
@@ -191,12 +222,37 @@ class SoftmaxOps:
         self._port.wait_ld()
         s = np.concatenate([part.values for part in parts], 1)
         s = -s if c.negate else s
+        s = np.tanh(s * call.scale) if c.softcap else s
+        s = s * call.natural_scale if c.natural else s
+        keys = (tile.first_block + n_block) * c.tile_n + np.arange(c.tile_n)
+        self._apply_mods(tile, keys, s)
         if phase.masked:
-            query, blocks = call.places(tile, self._q_tile)[0], call.tiles.blocks
-            ends = [blocks.key_end(int(x), *call.tiles.lengths(tile)) for x in query]
-            keys = n_block * c.tile_n + np.arange(c.tile_n)
-            s[keys >= np.array(ends)[:, None]] = -np.inf
+            queries, lengths = call.places(tile, self._q_tile)[0].tolist(), call.tiles.lengths(tile)
+            begins, ends = (
+                np.array([edge(query, *lengths) for query in queries])[:, None]
+                for edge in (call.tiles.blocks.key_begin, call.tiles.blocks.key_end)
+            )
+            s[(keys < begins) | (keys >= ends)] = -np.inf
         return s
+
+    def _apply_mods(self, tile, keys, s):
+        """Slopes; then S = score_mod(S), and -inf where mask_mod hides a key."""
+        call, c = self._call, self._config
+        place, lengths = call.tiles.place(tile), call.tiles.lengths(tile)
+        query, head, _ = call.places(tile, self._q_tile)
+        query, head = query[:, None], np.minimum(head, call.q.shape[2] - 1)[:, None]
+        if c.alibi:
+            distance = np.abs(query + lengths[1] - lengths[0] - keys).astype(np.float32)
+            s -= call.options.alibi_slopes[place.batch][head] * distance
+        query, keys = (
+            np.clip(x, 0, max(n - 1, 0)) for x, n in ((query, lengths[0]), (keys, lengths[1]))
+        )
+        info = SeqlenInfo(*lengths, place.row_q, place.row_k)
+        where = (place.batch, head, query, keys, info, call.options.aux_tensors)
+        if c.score_mod:
+            s[:] = mods.function(c.score_mod)(s, *where)
+        if c.mask_mod:
+            s[~np.broadcast_to(mods.function(c.mask_mod)(*where), s.shape)] = -np.inf
 
     def move_shift(self, scores, shift):
         """(new shift, factor of O and of the sum)."""
@@ -237,16 +293,35 @@ class SoftmaxOps:
         """The sum, shrunk by the factor, plus that of this block."""
         return total * factor + scores.sum(1)
 
-    def put_inverse(self, total):
-        """Tell correction 1 / sum, and 0 of a row without keys."""
-        self._inverse.write(np.where(total == 0, np.float32(0), 1 / total))
+    def put_inverse(self, tile, shift, total):
+        """Tell correction 1 / sum, with the sink in it; 0 of a row without keys, or not in use."""
+        _, inverse = self._finish(tile, shift, total)
+        empty = (total == 0) | self._unused(tile)
+        self._inverse.write(np.where(empty, np.float32(0), inverse))
 
     def store_lse(self, tile, shift, total):
-        """LSE to global memory."""
-        query, head, exists = self._call.places(tile, self._q_tile)
-        lse = (shift * self._call.scale_log2 + np.log2(total)) * np.float32(LN2)
-        lse = np.where(total == 0, -np.inf, lse)
-        self._call.lse[tile.batch, head[exists], query[exists]] = lse[exists]
+        """LSE to global memory; of a row without keys -inf, or its sink."""
+        call, place = self._call, self._call.tiles.place(tile)
+        query, head, exists = call.places(tile, self._q_tile)
+        lse = np.where(self._unused(tile), -np.inf, self._finish(tile, shift, total)[0])
+        call.lse[place.batch_q, head[exists], place.row_q + query[exists]] = lse[exists]
+
+    def _unused(self, tile):
+        call = self._call
+        return call.places(tile, self._q_tile)[0] >= call.tiles.lengths(tile)[0]
+
+    def _finish(self, tile, shift, total):
+        """(LSE, factor of O) of every row."""
+        call, shift_log2, shrink = self._call, shift * self._call.scale_log2, np.float32(1)
+        if call.config.sink:
+            sink, head = call.options.sink, call.places(tile, self._q_tile)[1]
+            sink_log2 = sink[np.minimum(head, len(sink) - 1)] * np.float32(LOG2E)
+            new = np.maximum(shift_log2, sink_log2)
+            shrink = np.exp2(shift_log2 - self._finite(new))
+            total = total * shrink + np.exp2(sink_log2 - self._finite(new))
+            shift_log2 = new
+        lse = (shift_log2 + np.log2(total)) * np.float32(LN2)
+        return np.where(total == 0, -np.inf, lse), shrink / total
 
 
 class CorrectionOps:
@@ -288,12 +363,13 @@ class StoreOps:
 
     def store_o(self, tile, q_tile, slot):
         """Start the store of a slot."""
-        call, source = self._call, slot.region
+        call, source, place = self._call, slot.region, self._call.tiles.place(tile)
         query, head, exists = call.places(tile, q_tile)
 
         def land():
             columns = call.out.shape[3]
-            call.out[tile.batch, query[exists], head[exists]] = source.peek()[exists, :columns]
+            at = (place.batch_q, place.row_q + query[exists], head[exists])
+            call.out[at] = source.peek()[exists, :columns]
 
         self._lane.issue(f"the store of O{q_tile}", land, reads=[source])
 
@@ -322,10 +398,10 @@ def simulate_forward(config, q, k, v, options, workers=1, seed=0, variation=None
 
     Args:
         config: ``ForwardConfig``.
-        q: (B, Sq, H, D) float32 array of 16-bit values.
-        k: (B, Sk, Hkv, D).
-        v: (B, Sk, Hkv, Dv).
-        options: ``CallOptions`` of the call; a number is the softmax scale.
+        q: (B, Sq, H, D), or packed, float32 array of 16-bit values.
+        k: (B, Sk, Hkv, D), or packed.
+        v: (B, Sk, Hkv, Dv), or packed.
+        options: as the config's flags say, tensors as NumPy arrays; a number is the softmax scale of a call without.
         workers: CTAs that share the tiles.
         seed: decides whatever the schedule leaves open, and the heads per section.
         variation: a ``Variation``; the kernel itself by default.
@@ -340,27 +416,46 @@ def simulate_forward(config, q, k, v, options, workers=1, seed=0, variation=None
     for machine, call in forward_machines(config, (q, k, v), options, workers, seed, variation):
         machine.run()
         out, lse = call.out, call.lse
-    return out, lse
+    return (out[0], lse[0]) if config.cu_q else (out, lse)
 
 
 def forward_machines(config, tensors, options, workers, seed, variation=None):
     """Yield the machine and the call of every CTA, ready to run; arguments as of ``simulate_forward``."""
     (q, k, v), variation = tensors, variation or Variation()
     options = options if isinstance(options, CallOptions) else CallOptions(options)
-    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, head_dim_v) = q.shape, v.shape
-    groups = ceil_div(heads // heads_kv, config.pack)
-    grid = Grid(ceil_div(seqlen_q, config.tile_q), groups, heads_kv, batch)
-    workers, section = min(workers, grid.total), 1 + seed % grid.head_count
-    out = np.full((batch, seqlen_q, heads, head_dim_v), np.nan, np.float32)
-    lse = np.full((batch, heads, seqlen_q), np.nan, np.float32)
-    q, scale = positive_scale(q, options.softmax_scale)
+    if options.alibi_slopes is not None:
+        slopes = np.asarray(options.alibi_slopes, np.float32)
+        slopes = np.broadcast_to(slopes, (options.batch(q), slopes.shape[-1]))
+        options = options._replace(alibi_slopes=slopes)
+    q = q[None] if config.cu_q else q
+    k, v = (k[None], v[None]) if config.cu_k else (k, v)
+    out = np.full((*q.shape[:3], v.shape[3]), np.nan, np.float32)
+    lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
+    schedules = schedules_of(config, q, k, options, workers, seed)
+    q, _ = positive_scale(q, options.softmax_scale)
     check_limits(config)
-    for worker in range(workers):
-        tiles = TileSchedule(config.blocks(), grid, section, worker, workers, seqlen_q, seqlen_k)
-        call = Call(config, q, k, v, out, lse, np.float32(scale * LOG2E), tiles)
+    for worker, tiles in enumerate(schedules):
+        call = Call(config, q, k, v, out, lse, options, tiles)
         machine = Machine(seed + worker, variation.strict)
         Cta(machine, call, variation).spawn()
         yield machine, call
+
+
+def schedules_of(config, q, k, options, workers, seed) -> list:
+    """The tiles of every worker."""
+    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
+    groups = ceil_div(heads // heads_kv, config.pack)
+    grid = Grid(ceil_div(seqlen_q, config.tile_q), groups, heads_kv, batch)
+    workers, section = min(workers, grid.total), 1 + seed % grid.head_count
+    sides = (side if side >= 0 else None for side in (options.window_left, options.window_right))
+    blocks = config.blocks(*sides)
+    if config.varlen:
+        lengths = (None if x is None else [int(n) for n in x] for x in options.lengths)
+        sequences = Sequences(options.batch(q), seqlen_q, seqlen_k, *lengths)
+        shared = VarlenSchedule(blocks, grid, sequences)
+        return [replace(shared, share=share) for share in shares_of(shared, workers)]
+    rows = (seqlen_q, seqlen_k)
+    return [TileSchedule(blocks, grid, section, i, workers, *rows) for i in range(workers)]
 
 
 def check_limits(config: ForwardConfig):

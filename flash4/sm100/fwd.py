@@ -26,8 +26,11 @@ from cutlass.memory import SmemAllocator, TmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from flash4.common.graph import WARPGROUP
+from flash4.common.mods import AUX, decode_aux
 from flash4.common.numerics import LOG2E
+from flash4.common.shares import find_share
 from flash4.common.tiles import Grid, TileSchedule
+from flash4.common.varlen import Sequences, VarlenSchedule
 from flash4.sm100.fwd_config import MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT, ForwardConfig
 from flash4.sm100.fwd_ends import CorrectionEnds, MmaEnds, Raise, SoftmaxEnds, Wait, open_ring
 from flash4.sm100.fwd_graph import TMEM_COLUMNS
@@ -36,6 +39,7 @@ from flash4.sm100.fwd_ops import (
     LoadOps,
     MmaOps,
     Operand,
+    RunTime,
     SoftmaxOps,
     StoreOps,
     element,
@@ -43,18 +47,22 @@ from flash4.sm100.fwd_ops import (
     make_mma_qk,
 )
 from flash4.sm100.fwd_roles import ForwardRoles
+from flash4.sm100.fwd_views import (
+    packed_view,
+    permuted_view,
+    ragged_packed_view,
+    ragged_queries_view,
+    ragged_values_view,
+    rows_of_entry,
+)
 
 # Named barriers; 0 is __syncthreads.
 BARRIER_TMEM = 1  # all who use tensor memory know where it is
 BARRIER_FREE = 2  # correction is through with it
 
 
-@dataclass(frozen=True)
-class RunTime:
-    """What crosses the launch besides operands and grid."""
-
-    lse: cute.Tensor  # (B, H, Sq), float32
-    scale_log2: Float32
+# In the order of mods.AUX_DTYPES.
+AUX_ELEMENTS = (Float32, cutlass.Float16, cutlass.BFloat16, Int32, cutlass.Int64)
 
 
 @dataclass(frozen=True)
@@ -69,23 +77,6 @@ class Memory:
     sO: cute.Tensor
     sStat: cute.Tensor
     tmem: object
-
-
-def packed_view(x, heads_kv):
-    """View (B, S, H, D) as ((H / heads_kv, S), D, heads_kv, B): the row mode that a tile of packed heads cuts."""
-    batch, seqlen, heads, head_dim = x.shape
-    s_batch, s_seqlen, s_head, s_dim = x.stride
-    ratio = heads // heads_kv
-    layout = cute.make_layout(
-        ((ratio, seqlen), head_dim, heads_kv, batch),
-        stride=((s_head, s_seqlen), s_dim, s_head * ratio, s_batch),
-    )
-    return cute.make_tensor(x.iterator, layout)
-
-
-def permuted_view(x, order):
-    """View with the modes of x in another order."""
-    return cute.make_tensor(x.iterator, cute.select(x.layout, mode=order))
 
 
 class ForwardSm100:
@@ -106,14 +97,17 @@ class ForwardSm100:
         def sym(divisibility):
             return cute.sym_int64(divisibility=divisibility)
 
+        c = self.config
         batch, heads, heads_kv = cute.sym_int(), cute.sym_int(), cute.sym_int()
+        # Packed sequences are a batch of one.
+        batch_k = batch if c.cu_q == c.cu_k else cute.sym_int()
         seqlen_q, seqlen_k = cute.sym_int(), cute.sym_int()
         head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
 
         def tensor(*shape):
             strides = (sym(8), sym(8), sym(8), 1)  # TMA: multiples of 16 bytes
             return cute.runtime.make_fake_tensor(
-                element(self.config), shape, stride=strides, assumed_align=16
+                element(c), shape, stride=strides, assumed_align=16
             )
 
         lse = cute.runtime.make_fake_tensor(
@@ -121,28 +115,90 @@ class ForwardSm100:
         )
         tensors = (
             tensor(batch, seqlen_q, heads, head_dim),
-            tensor(batch, seqlen_k, heads_kv, head_dim),
-            tensor(batch, seqlen_k, heads_kv, head_dim_v),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
             tensor(batch, seqlen_q, heads, head_dim_v),
             lse,
         )
+        optional = self._fake_optional(heads)
+        tensors += tuple(optional[name] for name in c.optional_tensors)
+        types = {"scale": Float32, "cap_scale": Float32, "left": Int32, "right": Int32}
+        numbers = tuple(types[name](1) for name in c.numbers)
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-        return (tensors, (Float32(1),), Int32(1), Int32(1), stream)
+        return (tensors, numbers, Int32(1), Int32(1), stream)
+
+    def _fake_optional(self, heads):
+        """Tensors that a config may take after lse, by name."""
+
+        def fake(dtype, shape, stride):
+            align = dtype.width // 8
+            return cute.runtime.make_fake_tensor(dtype, shape, stride=stride, assumed_align=align)
+
+        def any_of(dtype, dims):
+            strides = tuple(cute.sym_int64() for _ in range(dims))
+            return fake(dtype, tuple(cute.sym_int() for _ in range(dims)), strides)
+
+        lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+        return {
+            "sink": fake(Float32, (heads,), (1,)),
+            "alibi_slopes": fake(Float32, (cute.sym_int(), heads), (cute.sym_int64(), 1)),
+            **{name: fake(Int32, (cute.sym_int(),), (1,)) for name in lengths},
+            **{
+                f"{AUX}{i}": any_of(AUX_ELEMENTS[dtype], dims)
+                for i, (dtype, dims) in enumerate(decode_aux(self.config.aux))
+            },
+        }
 
     @cute.jit
     def __call__(
         self,
-        tensors,  # q (B, Sq, H, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv), o (B, Sq, H, Dv), lse (B, H, Sq) float32
-        numbers: tuple,  # (softmax scale,) Float32
+        tensors,  # q (B, Sq, H, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv), o (B, Sq, H, Dv), lse (B, H, Sq) float32, ...
+        numbers: tuple,  # Float32 or Int32, named by the config
         section: Int32,
         workers: Int32,
         stream,
     ):
         """Build layouts and TMA descriptors, and launch."""
         c = self.config
-        q, k, v, o, lse = tensors
+        q, k, v, o, lse, *optional = tensors
+        optional = dict(zip(c.optional_tensors, optional, strict=True))
         heads_kv = k.shape[2]
-        layouts = self._tma_layouts()
+        operands = self._operands(q, k, v, o)
+        grid = Grid(
+            m_blocks=cute.ceil_div(q.shape[1], c.tile_q),
+            groups=cute.ceil_div(q.shape[2] // heads_kv, c.pack),
+            heads_kv=heads_kv,
+            batch=q.shape[0],
+        )
+        total = grid.total
+        if cutlass.const_expr(c.cu_q):  # each sequence may have a tile that is not full
+            sequences = optional["cu_seqlens_q"].shape[0] + 1
+            total = grid.total + sequences * grid.groups * heads_kv
+        numbers = dict(zip(c.numbers, numbers, strict=True))
+        aux = tuple(x for name, x in optional.items() if name.startswith(AUX))
+        run_time = RunTime(
+            lse=lse,
+            scale=numbers["scale"] if c.natural else None,
+            scale_log2=None if c.natural else numbers["scale"] * LOG2E,
+            cap_scale=numbers.get("cap_scale"),
+            left=numbers.get("left"),
+            right=numbers.get("right"),
+            sink=optional.get("sink"),
+            slopes=optional.get("alibi_slopes"),
+            aux=aux if aux else None,
+            sequences=self._sequences(q, k, optional) if c.varlen else None,
+            v_rows_of_entry=rows_of_entry(v) if c.v_is_ragged else None,
+        )
+        self.kernel(operands, run_time, grid, section, (q.shape[1], k.shape[1])).launch(
+            grid=(cutlass.min(total, workers), 1, 1),
+            block=(self.graph.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def _operands(self, q, k, v, o):
+        """Tensors behind TMA descriptors: Q, K, V to load, O to store."""
+        c, layouts, heads_kv = self.config, self._tma_layouts(), k.shape[2]
         load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
 
         def operand(op, tensor, layout, tiler):
@@ -152,24 +208,28 @@ class ForwardSm100:
             return Operand(atom, coords)
 
         rows = (c.pack, MMA_ROWS // c.pack)
-        operands = (
-            operand(load, packed_view(q, heads_kv), layouts[0], (rows, c.tile_d)),
+        queries = ragged_queries_view(q) if c.cu_q else packed_view(q, heads_kv)
+        values = ragged_values_view(v) if c.v_is_ragged else permuted_view(v, [3, 1, 2, 0])
+        out = ragged_packed_view(o, heads_kv) if c.cu_q else packed_view(o, heads_kv)
+        return (
+            operand(load, queries, layouts[0], (rows, c.tile_d)),
             operand(load, permuted_view(k, [1, 3, 2, 0]), layouts[1], (c.tile_n, c.kv_columns)),
-            operand(load, permuted_view(v, [3, 1, 2, 0]), layouts[2], (c.kv_columns, c.tile_n)),
-            operand(save, packed_view(o, heads_kv), layouts[3], (rows, c.tile_dv)),
+            operand(load, values, layouts[2], (c.kv_columns, c.tile_n)),
+            operand(save, out, layouts[3], (rows, c.tile_dv)),
         )
-        grid = Grid(
-            m_blocks=cute.ceil_div(q.shape[1], c.tile_q),
-            groups=cute.ceil_div(q.shape[2] // heads_kv, c.pack),
-            heads_kv=heads_kv,
-            batch=q.shape[0],
-        )
-        run_time = RunTime(lse, numbers[0] * LOG2E)
-        self.kernel(operands, run_time, grid, section, (q.shape[1], k.shape[1])).launch(
-            grid=(cutlass.min(grid.total, workers), 1, 1),
-            block=(self.graph.threads, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=1,
+
+    @staticmethod
+    def _sequences(q, k, optional):
+        """Sequences of a call whose lengths are in tensors."""
+        cu_q = optional.get("cu_seqlens_q")
+        return Sequences(
+            batch=q.shape[0] if cu_q is None else cu_q.shape[0] - 1,
+            rows_q=q.shape[1],
+            rows_k=k.shape[1],
+            cu_q=cu_q,
+            cu_k=optional.get("cu_seqlens_k"),
+            used_q=optional.get("seqused_q"),
+            used_k=optional.get("seqused_k"),
         )
 
     def _tma_layouts(self):
@@ -215,35 +275,55 @@ class ForwardSm100:
         self, operands: tuple, run_time: RunTime, grid: Grid, section: Int32, seqlens: tuple
     ):
         """Allocate, open the rings, and send every warp to its role."""
-        graph, work = self.graph, (grid, section, seqlens)
+        graph = self.graph
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for operand in operands:
                 cpasync.prefetch_descriptor(operand.atom)
         memory = self._allocate(warp)
+        work = (run_time, grid, section, seqlens, self._share(memory, run_time, grid, thread))
         correction, mma = graph.role("correction"), graph.role("mma")
         load, store = graph.role("load"), graph.role("store")
         if warp >= mma.warps.start:
             cute.arch.setmaxregister_decrease(mma.registers)
             if warp == load.warps.start:
-                self._run_load(memory, self._tiles(*work), operands)
+                self._run_load(memory, self._tiles(*work), operands, run_time)
             if warp == mma.warps.start:
                 self._run_mma(memory, self._tiles(*work))
             if warp == store.warps.start:
                 self._run_store(memory, self._tiles(*work), operands[3])
         if warp < correction.warps.start:
             cute.arch.setmaxregister_increase(graph.role("softmax0").registers)
-            self._run_softmax(memory, self._tiles(*work), run_time, warp // 4, thread % WARPGROUP)
+            tiles = self._tiles(*work, keeps_place=False)  # registers are scarce there
+            self._run_softmax(memory, tiles, run_time, warp // 4, thread % WARPGROUP)
         if (warp >= correction.warps.start) & (warp < correction.warps.stop):
             cute.arch.setmaxregister_decrease(correction.registers)
-            self._run_correction(memory, self._tiles(*work), thread % WARPGROUP)
+            self._run_correction(memory, self._tiles(*work, keeps_place=False), thread % WARPGROUP)
 
-    def _tiles(self, grid, section, seqlens):
-        """This CTA's tiles. Made for every role, or the CTA's number would lie on the stack meanwhile."""
+    def _share(self, memory, run_time, grid, thread):
+        """What this CTA takes of the tiles of sequences of different lengths; found by all threads together."""
+        if not self.config.varlen:
+            return None
+        threads = self.graph.threads
+        costs = cute.recast_ptr(memory.sK, dtype=cutlass.Int64)
         worker, _, _ = cute.arch.block_idx()
         workers, _, _ = cute.arch.grid_dim()
-        return TileSchedule(self.config.blocks(), grid, section, worker, workers, *seqlens)
+        tiles = VarlenSchedule(self._blocks(run_time), grid, run_time.sequences)
+        costs = cute.make_tensor(costs, cute.make_layout(threads))
+        return find_share(tiles, costs, thread, threads, worker, workers)
+
+    def _blocks(self, run_time):
+        return self.config.blocks(run_time.left, run_time.right)
+
+    def _tiles(self, run_time, grid, section, seqlens, share, keeps_place=True):
+        """This CTA's tiles. Made for every role, or the CTA's number would lie on the stack meanwhile."""
+        blocks = self._blocks(run_time)
+        if self.config.varlen:
+            return VarlenSchedule(blocks, grid, run_time.sequences, share, keeps_place)
+        worker, _, _ = cute.arch.block_idx()
+        workers, _, _ = cute.arch.grid_dim()
+        return TileSchedule(blocks, grid, section, worker, workers, *seqlens)
 
     def _allocate(self, warp):
         """Shared memory, barriers and the ends of rings; all threads meet here."""
@@ -286,13 +366,13 @@ class ForwardSm100:
         pointer = cute.recast_ptr(pointer, swizzle_=inner, dtype=element(self.config))
         return cute.make_tensor(pointer, outer)
 
-    def _run_load(self, memory, tiles, operands):
+    def _run_load(self, memory, tiles, operands, run_time):
         c, layouts = self.config, self._tma_layouts()
         sQ, sK, sV = (
             self._smem_tensor(pointer, layout)
             for pointer, layout in zip((memory.sQ, memory.sK, memory.sV), layouts)
         )
-        ops = LoadOps(c, tiles, *operands[:3], sQ, sK, sV)
+        ops = LoadOps(c, tiles, *operands[:3], run_time, sQ, sK, sV)
         self.roles.load(ops, tiles, memory.rings["q"][0], memory.rings["kv"][0])
 
     def _run_store(self, memory, tiles, o):
@@ -317,8 +397,8 @@ class ForwardSm100:
         memory.tmem.wait_for_alloc()
         pointer = memory.tmem.retrieve_ptr(Float32)
         ops = SoftmaxOps(
-            self.config, self.graph.tmem, tiles, pointer, memory.sStat, run_time.lse,
-            run_time.scale_log2, q_tile, thread,
+            self.config, self.graph.tmem, tiles, pointer, memory.sStat, run_time, q_tile, thread,
+            cute.make_rmem_tensor(1, Float32) if self.config.alibi else None,
         )  # fmt: skip
         ends = SoftmaxEnds(
             **{name: self._wait(memory, name + "0", q_tile) for name in ("s", "f")},

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from flash4.common.geometry import KvBlocks, Phase, imax
+from flash4.common.geometry import KvBlocks, Phase, imax, imin
+from flash4.common.mods import AUX, decode_aux
 from flash4.sm100.fwd_graph import (
     THREADS,
     TMA,
@@ -29,6 +30,7 @@ MAX_HEAD_DIM, MAX_HEAD_DIM_V = 192, 128
 MAX_STAGES = 6
 STAT_BYTES = 2 * Q_TILES * MMA_ROWS * 4  # per row: the factor of O, and the inverse row sum
 REGISTERS = (192, 80, 48)  # softmax, correction, the others
+VARLEN_REGISTERS = (184, 80, 64)  # decoding tiles of sequences takes more
 PACKS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -49,6 +51,18 @@ class ForwardConfig:
         o_slots: tiles of O that wait in shared memory for their store.
         poly: exponentials of every 16 that the FMA units compute, instead of the special function unit; even.
         head: columns of P that P V may begin with, before the last ones are there.
+        left: a window limits the keys before a query's own position; its side is a run-time value.
+        right: a window limits the keys after it, and lets some through (none is ``causal``).
+        softcap: scores are capped: cap * tanh(scale * score / cap), with the cap a run-time value.
+        sink: each query head has a logit that adds to the denominator only.
+        alibi: scores lose a slope of their head times the distance between query and key.
+        score_mod: key of the callable that changes scores (``common.mods``); 0 is none.
+        mask_mod: key of the callable that hides keys; 0 is none.
+        aux: types of the tensors that those read (``encode_aux``).
+        cu_q: queries of all sequences are packed, (total, heads, head_dim); cumulative lengths say where each begins.
+        cu_k: the same of keys and values.
+        used_q: not all stored queries of a sequence are in use; the others give 0.
+        used_k: not all stored keys of a sequence are in use; the others are never seen.
     """
 
     bf16: bool
@@ -62,6 +76,18 @@ class ForwardConfig:
     o_slots: int = 2
     poly: int = 4
     head: int = 96
+    left: bool = False
+    right: bool = False
+    softcap: bool = False
+    sink: bool = False
+    alibi: bool = False
+    score_mod: int = 0
+    mask_mod: int = 0
+    aux: int = 0
+    cu_q: bool = False
+    cu_k: bool = False
+    used_q: bool = False
+    used_k: bool = False
 
     def __post_init__(self):
         dims = (self.tile_d, self.tile_dv)
@@ -84,6 +110,23 @@ class ForwardConfig:
             raise ValueError(f"head is {self.head}; multiples of {CHUNK} below {self.tile_n}")
         if self.pack not in PACKS:
             raise ValueError(f"pack is {self.pack}; supported are {PACKS}")
+        if self.causal and self.right:
+            raise ValueError("causal and right exclude each other: causal is a right side of 0")
+
+    @property
+    def varlen(self) -> bool:
+        """Sequences differ in length."""
+        return self.cu_q or self.cu_k or self.used_q or self.used_k
+
+    @property
+    def natural(self) -> bool:
+        """Verbs scale scores one by one, in natural units, to add what depends on the place of query and key."""
+        return self.alibi or self.score_mod != 0
+
+    @property
+    def v_is_ragged(self) -> bool:
+        """Values may lie in memory behind the keys in use, where a tile's last block would read them."""
+        return self.cu_k or self.used_k
 
     @property
     def tile_m(self) -> int:
@@ -96,35 +139,55 @@ class ForwardConfig:
         return self.tile_m // self.pack
 
     def blocks(self, left=None, right=None) -> KvBlocks:
-        """Which KV blocks a tile visits; this kernel knows no windows."""
-        if (left, right) != (None, None):
+        """Which KV blocks a tile visits; the sides of the window are those that the config says there are."""
+        if (left is not None, right is not None) != (self.left, self.right):
             raise ValueError(f"window ({left}, {right}) for {self}")
-        return KvBlocks(self.tile_q, self.tile_n, self.causal)
+        return KvBlocks(self.tile_q, self.tile_n, self.causal, left, right)
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """Numbers that the launch takes, in order."""
-        return ("scale",)
+        """Numbers that the launch takes, in order.
+
+        ``scale`` is the factor of a score, or the cap; ``cap_scale`` the factor of a score within the cap.
+        """
+        given = {"cap_scale": self.softcap, "left": self.left, "right": self.right}
+        return ("scale", *(name for name, present in given.items() if present))
 
     @property
     def optional_tensors(self) -> tuple[str, ...]:
-        """Tensors that the launch takes after q, k, v, out and lse."""
-        return ()
+        """Tensors that the launch takes after q, k, v, out and lse, in order."""
+        given = {
+            "sink": self.sink,
+            "alibi_slopes": self.alibi,
+            "cu_seqlens_q": self.cu_q,
+            "cu_seqlens_k": self.cu_k,
+            "seqused_q": self.used_q,
+            "seqused_k": self.used_k,
+        }
+        aux = (f"{AUX}{i}" for i in range(len(decode_aux(self.aux))))
+        return (*(name for name, present in given.items() if present), *aux)
 
     def first_query(self, tile, q_tile):
         """First query of a Q tile; dual-mode, as the next."""
         return tile.m_block * self.tile_q + q_tile * (MMA_ROWS // self.pack)
 
     def phases(self, tile, q_tile, tiles) -> tuple[Phase, ...]:
-        """Blocks of a tile as one Q tile sees them, counted from the last: those with a mask, then the others.
+        """Blocks of a tile as one Q tile sees them, counted from the last.
 
-        The first is always masked. Once through the masked ones, each row has seen a key, or sees none.
+        Those with a mask at their right come first, then those without, then those with a mask at their left. The first
+        block is always masked: the keys may end in it.
         """
-        if not self.causal:
-            return (Phase(0, 1, True), Phase(1, tile.n_blocks, False))
-        unmasked = tiles.blocks.unmasked(self.first_query(tile, q_tile), *tiles.lengths(tile))
-        cut = imax(tile.n_blocks - unmasked, 1)
-        return (Phase(0, cut, True), Phase(cut, tile.n_blocks, False))
+        blocks, lengths, count = tiles.blocks, tiles.lengths(tile), tile.n_blocks
+        if not (self.left or blocks.ends_early):
+            return (Phase(0, 1, True), Phase(1, count, False))
+        first_query, end, cut = self.first_query(tile, q_tile), tile.first_block + count, 1
+        if blocks.ends_early:
+            cut = imax(end - blocks.unmasked(first_query, *lengths), 1)
+        if not self.left:
+            return (Phase(0, cut, True), Phase(cut, count, False))
+        last_query, cut = first_query + MMA_ROWS // self.pack - 1, imin(cut, count)
+        late = imin(imax(end - blocks.unmasked_from(last_query, *lengths), cut), count)
+        return (Phase(0, cut, True), Phase(cut, late, False), Phase(late, count, True))
 
     @property
     def kv_columns(self) -> int:
@@ -154,9 +217,9 @@ class ForwardConfig:
     @property
     def graph(self) -> Graph:
         """Roles, rings, signals and memory."""
-        softmax, others = REGISTERS[0], REGISTERS[2]
+        softmax, corrections, others = VARLEN_REGISTERS if self.varlen else REGISTERS
         soft = (Role("softmax0", range(0, 4), softmax), Role("softmax1", range(4, 8), softmax))
-        correction = Role("correction", range(8, 12), REGISTERS[1])
+        correction = Role("correction", range(8, 12), corrections)
         mma = Role("mma", range(12, 13), others)
         load = Role("load", range(13, 14), others)
         store = Role("store", range(14, 15), others)
@@ -200,17 +263,7 @@ def can_implement(problem) -> str | None:
     ):
         if size > limit:
             return f"{name} {size} exceeds {limit}: two tiles of S and O would not fit their memory"
-    absent = {
-        "windows": problem.window_left or problem.window_right,
-        "softcap": problem.softcap,
-        "learnable_sink": problem.sink,
-        "alibi_slopes": problem.alibi,
-        "score_mod": problem.score_mod,
-        "mask_mod": problem.mask_mod,
-        "sequences of different lengths (cu_seqlens, seqused)": problem.varlen,
-    }
-    missing = [name for name, wanted in absent.items() if wanted]
-    return f"not built yet: {', '.join(missing)}" if missing else None
+    return None
 
 
 def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
@@ -226,12 +279,28 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
         "causal": problem.causal,
         "pack": pack,
         "negate": problem.negative_scale,
+        "left": problem.window_left,
+        "right": problem.window_right,
+        "softcap": problem.softcap,
+        "sink": problem.sink,
+        "alibi": problem.alibi,
+        "score_mod": problem.score_mod,
+        "mask_mod": problem.mask_mod,
+        "aux": problem.aux,
+        "cu_q": problem.cu_q,
+        "cu_k": problem.cu_k,
+        "used_q": problem.used_q,
+        "used_k": problem.used_k,
     }
+    why_block = "128 keys per block: a row of S in the registers of a thread"
+    if problem.aux:  # loads that mods make for each score are all in flight at once
+        fields |= {"tile_n": 64, "head": 32}
+        why_block = "64 keys per block: what mods load for a row is in registers beside it"
     config, why_memory = spend_memory(fields)
     share = (
         f"{config.poly} of 16 exponentials on the FMA units: the special function unit is the limit"
     )
-    return config, (why_memory, share, why_pack)
+    return config, (why_block, why_memory, share, why_pack)
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -259,6 +328,8 @@ def choose_pack(problem) -> tuple[int, str]:
         return 1, "one query head per KV head: nothing to pack"
     if problem.pack_gqa is False:
         return 1, "the caller wants heads unpacked"
+    if problem.cu_q and ratio not in PACKS:
+        return 1, "packed queries: the loads know no bound for the heads of a group"
     all_heads = next((p for p in PACKS if p >= ratio), PACKS[-1])
     candidates = (all_heads,) if problem.pack_gqa else (1, all_heads)
 

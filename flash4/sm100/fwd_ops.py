@@ -9,13 +9,16 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as blackwell
-from cutlass import BFloat16, Float16, Float32
+from cutlass import BFloat16, Float16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
-from flash4.common import numerics
-from flash4.common.numerics import LN2, RESCALE_THRESHOLD_LOG2
+from flash4.common import mods, numerics
+from flash4.common.geometry import imax, imin
+from flash4.common.mods import SeqlenInfo
+from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
 from flash4.sm100.fwd_config import CHUNK, KEY_STEP, MMA_ROWS, ForwardConfig
 from flash4.sm100.fwd_exp import exp2_on_fma
+from flash4.sm100.fwd_views import WRAP
 
 PIECE = 8  # 16-bit elements that a thread stores to shared memory at a time
 UNROLLED_DIM = 128  # head dim up to which the slices of Q K^T are unrolled
@@ -51,6 +54,23 @@ class Operand:
     tensor: cute.Tensor
 
 
+@dataclass(frozen=True)
+class RunTime:
+    """What crosses the launch besides operands and grid; None where the config has no such feature."""
+
+    lse: cute.Tensor  # (B, H, Sq), float32
+    scale: object  # factor of a score, or of the tanh that caps it, Float32; None if only scale_log2 is needed
+    scale_log2: object  # the same in log2 units; None if verbs scale scores one by one
+    cap_scale: object  # factor of a score within the tanh, Float32
+    left: object  # sides of the window, Int32
+    right: object
+    sink: object  # (H,), float32
+    slopes: object  # (B, H), float32
+    aux: object  # tuple of tensors that mods read
+    sequences: object  # Sequences; None where all are as long as their tensors
+    v_rows_of_entry: object  # rows from one batch entry of V to the next, Int32
+
+
 def tma_load(atom, gX, sX, slot):
     """Start the bulk copy of one tile into ``slot``; its barrier completes when the bytes have landed."""
     tXsX, tXgX = cpasync.tma_partition(
@@ -65,9 +85,10 @@ class LoadOps:
 
     config: cutlass.Constexpr
     tiles: object
-    q: Operand  # ((heads per KV head, S), D, heads_kv, B)
+    q: Operand  # ((heads per KV head, S), D, heads_kv, B); of packed queries a ragged view
     k: Operand  # (S, D, heads_kv, B)
-    v: Operand  # (Dv, S, heads_kv, B)
+    v: Operand  # (Dv, S, heads_kv, B); a ragged view if the config says so
+    run_time: RunTime
     sQ: cute.Tensor  # (128, tile_d, 2)
     sK: cute.Tensor  # (tile_n, kv_columns, stages)
     sV: cute.Tensor  # (kv_columns, tile_n, stages), the same memory
@@ -75,23 +96,40 @@ class LoadOps:
     def load_q(self, tile, q_tile, slot):
         """Fill a slot with one Q tile; rows past the sequence become zero."""
         c, place = self.config, self.tiles.place(tile)
-        mQ = self.q.tensor[None, None, place.head_kv, place.batch_q]
-        at = ((place.group, tile.m_block * 2 + q_tile), 0)
+        if (
+            c.cu_q
+        ):  # a warp's rows decide together whether O is rescaled: not for the next sequence's
+            seqlen = self.tiles.lengths(tile)[0]
+            mQ = self.q.tensor[None, None, WRAP, place.row_q + seqlen]
+            heads_per_kv = self.run_time.lse.shape[1] // self.tiles.grid.heads_kv
+            head = place.head_kv * heads_per_kv + place.group * c.pack
+            mQ, group = cute.domain_offset(((head, WRAP - seqlen), 0), mQ), 0
+        else:
+            mQ, group = self.q.tensor[None, None, place.head_kv, place.batch_q], place.group
+        at = ((group, tile.m_block * 2 + q_tile), 0)
         gQ = cute.local_tile(mQ, ((c.pack, MMA_ROWS // c.pack), c.tile_d), at)
         tma_load(self.q.atom, gQ, self.sQ, slot)
 
     def load_k(self, tile, n_block, slot):
-        """Fill a slot with block ``n_block`` of K; columns past the head dim become zero."""
+        """Fill a slot with block ``n_block`` of those that the tile visits; columns past the head dim become zero."""
         c, place = self.config, self.tiles.place(tile)
         mK = self.k.tensor[None, None, place.head_kv, place.batch_k]
-        gK = cute.local_tile(mK, (c.tile_n, c.kv_columns), (n_block, 0))
+        if c.cu_k:  # keys after the sequence are masked
+            mK = cute.domain_offset((place.row_k, 0), mK)
+        gK = cute.local_tile(mK, (c.tile_n, c.kv_columns), (tile.first_block + n_block, 0))
         tma_load(self.k.atom, gK, self.sK, slot)
 
     def load_v(self, tile, n_block, slot):
-        """Fill a slot with block ``n_block`` of V."""
+        """Fill a slot with block ``n_block`` of V of those that the tile visits."""
         c, place = self.config, self.tiles.place(tile)
-        mV = self.v.tensor[None, None, place.head_kv, place.batch_k]
-        gV = cute.local_tile(mV, (c.kv_columns, c.tile_n), (0, n_block))
+        if c.v_is_ragged:  # values after the sequence become zero: 0 * NaN would be NaN
+            seqlen = self.tiles.lengths(tile)[1]
+            end = place.batch_k * self.run_time.v_rows_of_entry + place.row_k + seqlen
+            mV = self.v.tensor[None, None, place.head_kv, WRAP, end]
+            mV = cute.domain_offset((0, WRAP - seqlen), mV)
+        else:
+            mV = self.v.tensor[None, None, place.head_kv, place.batch_k]
+        gV = cute.local_tile(mV, (c.kv_columns, c.tile_n), (0, tile.first_block + n_block))
         tma_load(self.v.atom, gV, self.sV, slot)
 
 
@@ -195,7 +233,7 @@ def registers_at(values, at, columns):
 class SoftmaxOps:
     """Verbs of the ``softmax`` role, for one thread and its row.
 
-    P = exp2(scale_log2 (S - shift)); the shift, a raw score, is the row's maximum when it last moved.
+    P = exp2(scale_log2 (S - shift)); the shift, a score in the units of S, is the row's maximum when it last moved.
     """
 
     config: cutlass.Constexpr
@@ -203,17 +241,25 @@ class SoftmaxOps:
     tiles: object
     pointer: object  # to tensor memory
     sStat: cute.Tensor  # (128 rows, 2 values, 2 tiles) float32
-    mLSE: cute.Tensor  # (B, H, S)
-    scale_log2: Float32
+    run_time: RunTime
     q_tile: object  # 0 or 1, a run-time value: both warpgroups share the code
     thread: object  # in the warpgroup, and row in the Q tile
+    slope: object  # of this thread's row, in a register; None without ALiBi
+
+    @property
+    def scale_log2(self):
+        """Factor of what the softmax takes."""
+        return Float32(LOG2E) if self.config.natural else self.run_time.scale_log2
 
     def phases(self, tile):
-        """Blocks with a mask, then those without; see ``ForwardConfig.phases``."""
+        """Runs of blocks, masked or not; see ``ForwardConfig.phases``."""
         return self.config.phases(tile, self.q_tile, self.tiles)
 
-    def begin(self):
+    def begin(self, tile):
         """Shift -inf, sum 0."""
+        if self.config.alibi:
+            place = self.tiles.place(tile)
+            self.slope[0] = self.run_time.slopes[place.batch, self._head(place)]
         return -Float32.inf, Float32(0.0)
 
     def _s(self):
@@ -222,31 +268,83 @@ class SoftmaxOps:
         )
 
     def load_s(self, tile, n_block, phase):
-        """S of this row in registers, negated for a negative scale, masked."""
+        """S of this row in registers: negated for a negative scale, capped, changed by mods, masked."""
         c = self.config
         scores = cute.make_rmem_tensor(cute.make_layout(c.tile_n), Float32)
         for column in range(0, c.tile_n, CHUNK):
             copy, tStS = tmem_load(self._s(), column, CHUNK, self.thread)
             cute.copy(copy, tStS, registers_at(scores, column, CHUNK))
         cute.arch.fence_view_async_tmem_load()
-        if c.negate:
-            for j in range(c.tile_n):
-                scores[j] = -scores[j]
-        if phase.masked and c.causal:
+        self._change(tile, n_block, scores)
+        if phase.masked and (c.causal or c.left or c.right):
             self._mask(tile, n_block, scores)
         elif phase.masked:
             self._mask_tail(tile, n_block, scores)
         return scores
 
+    def _change(self, tile, n_block, scores):
+        """Negate or cap, scale in natural units, add what mods and slopes do."""
+        c, run_time = self.config, self.run_time
+        for j in range(c.tile_n):
+            if c.softcap:
+                scores[j] = numerics.tanh(
+                    scores[j] * (-run_time.cap_scale if c.negate else run_time.cap_scale)
+                )
+            elif c.negate:
+                scores[j] = -scores[j]
+            if c.natural:
+                scores[j] = scores[j] * run_time.scale
+        if c.alibi:
+            self._add_alibi(tile, n_block, scores)
+        if c.score_mod or c.mask_mod:
+            self._apply_mods(tile, n_block, scores)
+
     def _query(self, tile):
         return self.config.first_query(tile, self.q_tile) + self.thread // self.config.pack
 
-    def _mask(self, tile, n_block, scores):
-        """Set scores past the row's last visible key to -inf."""
-        end = self.tiles.blocks.key_end(self._query(tile), *self.tiles.lengths(tile))
-        visible = end - n_block * self.config.tile_n
+    def _head(self, place):
+        """Query head of this thread's row; the last one for packed rows that have none."""
+        heads, pack = self.run_time.lse.shape[1], self.config.pack
+        head_in_kv = place.group * pack + self.thread % pack
+        head = place.head_kv * (heads // self.tiles.grid.heads_kv) + head_in_kv
+        return cutlass.min(head, heads - 1)
+
+    def _add_alibi(self, tile, n_block, scores):
+        """S -= slope |p - j|, with p the query's position among the keys."""
+        seqlen_q, seqlen_k = self.tiles.lengths(tile)
+        first_key = (tile.first_block + n_block) * self.config.tile_n
+        distance = Float32(self._query(tile) + seqlen_k - seqlen_q - first_key)
         for j in range(self.config.tile_n):
-            scores[j] = cutlass.select_(visible > j, scores[j], -Float32.inf)
+            scores[j] = scores[j] - self.slope[0] * cute.math.absf(distance - Float32(j))
+
+    def _apply_mods(self, tile, n_block, scores):
+        """S = score_mod(S), and -inf where mask_mod hides a key; see ``flash_attn_func`` for what they are given."""
+        c, place = self.config, self.tiles.place(tile)
+        score_mod, mask_mod = mods.function(c.score_mod), mods.function(c.mask_mod)
+        seqlen_q, seqlen_k = self.tiles.lengths(tile)
+        info = SeqlenInfo(seqlen_q, seqlen_k, Int32(place.row_q), Int32(place.row_k))
+        query = imax(imin(self._query(tile), seqlen_q - 1), 0)  # a mod may read a tensor there
+        first_key, head = (tile.first_block + n_block) * c.tile_n, self._head(place)
+        for j in range(c.tile_n):
+            key = imax(imin(first_key + j, seqlen_k - 1), 0)
+            where = (place.batch, head, query, key, info, self.run_time.aux)
+            if score_mod is not None:
+                scores[j] = Float32(score_mod(scores[j], *where))
+            if mask_mod is not None:
+                keep = cutlass.Boolean(mask_mod(*where))
+                scores[j] = cutlass.select_(keep, scores[j], -Float32.inf)
+
+    def _mask(self, tile, n_block, scores):
+        """Set scores before the row's first and past its last visible key to -inf."""
+        c, blocks, lengths = self.config, self.tiles.blocks, self.tiles.lengths(tile)
+        query, first_key = self._query(tile), (tile.first_block + n_block) * c.tile_n
+        visible = blocks.key_end(query, *lengths) - first_key
+        hidden = blocks.key_begin(query, *lengths) - first_key
+        for j in range(c.tile_n):
+            seen = visible > j
+            if c.left:
+                seen = seen & (hidden <= j)
+            scores[j] = cutlass.select_(seen, scores[j], -Float32.inf)
 
     @cute.jit
     def _mask_tail(self, tile, n_block, scores: cute.Tensor):
@@ -317,26 +415,56 @@ class SoftmaxOps:
         # Block by block: single terms would vanish beside the total of a long row.
         return total * factor + (a[0] + a[1])
 
-    def put_inverse(self, total):
-        """Tell correction 1 / sum, and 0 of a row without keys."""
-        inverse = cute.arch.rcp_approx(total)
-        self.sStat[self.thread, 1, self.q_tile] = cutlass.select_(
-            total == 0.0, Float32(0.0), inverse
-        )
+    def _ended(self, tile):
+        """Place and number of this thread's row, and whether it is not in use.
+
+        The tile is decoded anew: registers are scarce in the loop before.
+        """
+        index = numerics.opaque(tile.index)
+        if self.config.varlen:
+            tile = self.tiles.at(index, numerics.opaque(tile.within))
+        else:
+            tile = self.tiles.at(index)
+        query = self._query(tile)
+        return self.tiles.place(tile), query, query >= self.tiles.lengths(tile)[0]
+
+    def put_inverse(self, tile, shift, total):
+        """Tell correction 1 / sum, with the sink in it; 0 of a row without keys, or not in use."""
+        c = self.config
+        inverse, empty = cute.arch.rcp_approx(total), total == 0.0
+        if c.sink or c.varlen:
+            place, _, unused = self._ended(tile)
+            if c.sink:
+                inverse = self._with_sink(place, shift, total)[1]
+            empty = empty | unused
+        self.sStat[self.thread, 1, self.q_tile] = cutlass.select_(empty, Float32(0.0), inverse)
+
+    def _with_sink(self, place, shift, total):
+        """(LSE, factor of O) of a row whose denominator has exp(sink) too, however far that is from its maximum."""
+        shift_log2 = shift * self.scale_log2
+        sink_log2 = self.run_time.sink[self._head(place)] * LOG2E
+        new = cute.arch.fmax(shift_log2, sink_log2)
+        shrink = cute.math.exp2(shift_log2 - finite(new), fastmath=True)
+        total = total * shrink + cute.math.exp2(sink_log2 - finite(new), fastmath=True)
+        lse = (new + cute.math.log2(total, fastmath=True)) * LN2
+        return lse, shrink * cute.arch.rcp_approx(total)
 
     @cute.jit
     def store_lse(self, tile, shift, total):
-        """LSE = ln 2 (scale_log2 shift + log2 sum) to global memory; -inf of a row without keys."""
-        c, tiles, mLSE = self.config, self.tiles, self.mLSE
-        tile = tiles.at(numerics.opaque(tile.index))  # decoded anew: registers are scarce meanwhile
-        place = tiles.place(tile)
-        heads_per_kv = mLSE.shape[1] // tiles.grid.heads_kv
-        query = self._query(tile)
+        """LSE = ln 2 (scale_log2 shift + log2 sum) to global memory; of a row without keys -inf, or its sink."""
+        c, mLSE = self.config, self.run_time.lse
+        place, query, unused = self._ended(tile)
+        heads_per_kv = mLSE.shape[1] // self.tiles.grid.heads_kv
         head_in_kv = place.group * c.pack + self.thread % c.pack
         lse = (shift * self.scale_log2 + cute.math.log2(total, fastmath=True)) * LN2
         lse = cutlass.select_(total == 0.0, -Float32.inf, lse)
+        if cutlass.const_expr(c.sink):
+            lse = self._with_sink(place, shift, total)[0]
+        if cutlass.const_expr(c.varlen):
+            lse = cutlass.select_(unused, -Float32.inf, lse)
         if (query < place.stored_q) & (head_in_kv < heads_per_kv):
-            mLSE[place.batch_q, place.head_kv * heads_per_kv + head_in_kv, query] = lse
+            head = place.head_kv * heads_per_kv + head_in_kv
+            mLSE[place.batch_q, head, place.row_q + query] = lse
 
 
 def finite(shift):
@@ -414,13 +542,18 @@ class StoreOps:
 
     config: cutlass.Constexpr
     tiles: object
-    o: Operand  # ((heads per KV head, S), Dv, heads_kv, B)
+    o: Operand  # ((heads per KV head, S), Dv, heads_kv, B); of packed queries a ragged view instead of B
     sO: cute.Tensor  # (128, tile_dv, o_slots)
 
     def store_o(self, tile, q_tile, slot):
         """Start the store of a slot; rows past the sequence are clipped."""
         c, place = self.config, self.tiles.place(tile)
-        mO = self.o.tensor[None, None, place.head_kv, place.batch_q]
+        if c.cu_q:  # what comes after the sequence is not written
+            stored = place.stored_q
+            mO = self.o.tensor[None, None, place.head_kv, place.row_q + stored]
+            mO = cute.domain_offset(((0, cute.size(mO, mode=[0, 1]) - stored), 0), mO)
+        else:
+            mO = self.o.tensor[None, None, place.head_kv, place.batch_q]
         at = ((place.group, tile.m_block * 2 + q_tile), 0)
         gO = cute.local_tile(mO, ((c.pack, MMA_ROWS // c.pack), c.tile_dv), at)
         tOsO, tOgO = cpasync.tma_partition(

@@ -98,7 +98,7 @@ class ForwardRoles:
         m_signal, l_signal, f_signal = ends.m, ends.l, ends.f
         tile = tiles.first()
         while tile.valid:
-            row_shift, row_sum = ops.begin()
+            row_shift, row_sum = ops.begin(tile)
             for phase in ops.phases(tile):  # masked blocks, then the others: unrolled
                 for i in range(phase.begin, phase.end):
                     s_signal.wait()
@@ -112,7 +112,7 @@ class ForwardRoles:
                     t_signal.post()
                     row_sum = ops.add_sum(scores, row_sum, factor)
             f_signal.wait()  # the last tile's has been read
-            ops.put_inverse(row_sum)
+            ops.put_inverse(tile, row_shift, row_sum)
             l_signal.post()
             ops.store_lse(tile, row_shift, row_sum)
             tile = tiles.next(tile)
