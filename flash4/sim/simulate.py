@@ -26,7 +26,7 @@ SIMULATIONS = {"sm90-fwd": sm90_fwd, "sm100-fwd": sm100_fwd}
 TIMED = {"sm90-fwd"}  # those whose time there is a model of
 CHANGEABLE = (
     "tile_m", "tile_n", "stages", "q_stages", "o_parts", "turns", "skip", "settle", "fixed_shift", "pack",
-    "o_slots", "poly", "head",
+    "o_slots", "poly", "head", "ctas",
 )  # fmt: skip
 KINDS = ("wait", "arrive", "issue", "join", "read", "write")
 CELL = 26  # characters of a timeline's column
@@ -81,7 +81,7 @@ def study(kernel: str, plan, settings=(), mutant: str | None = None, roles: Path
     except Hazard as hazard:
         raise ValueError(f"this cannot run: {hazard}") from None
     grid = grid_of(plan.problem, config.tile_q, config.pack)
-    section = choose_section(plan.problem, config, grid, H200.sms)
+    section = choose_section(plan.problem, config, grid, H200.sms // config.ctas)
     plan = dataclasses.replace(plan, config=config, grid=grid, section=section)
     return Study(plan, variation, tuple(changes))
 

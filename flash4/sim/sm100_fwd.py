@@ -18,15 +18,16 @@ from flash4.common.shares import shares_of
 from flash4.common.tiles import Grid, TileSchedule
 from flash4.common.varlen import Sequences, VarlenSchedule
 from flash4.problem import CallOptions, positive_scale
+from flash4.sim.cluster import Cluster
 from flash4.sim.limits import WarpRole, check_graph, check_registers, check_tmem
 from flash4.sim.machine import Machine, join
 from flash4.sim.memory import Region, Space
 from flash4.sim.signals import Edges, Signal, SignalSpec, TmaRing, TmaRingSpec
 from flash4.sim.sm90_fwd import matmul, round_to_16_bit
 from flash4.sim.tmem import TensorCore, Tmem, TmemPort
-from flash4.sm100.fwd_config import CHUNK, ELEMENT_BYTES, MMA_ROWS, SMEM_LIMIT, ForwardConfig
+from flash4.sm100.fwd_config import CHUNK, MMA_ROWS, SMEM_LIMIT, ForwardConfig
 from flash4.sm100.fwd_exp import LOWEST, QUARTIC
-from flash4.sm100.fwd_graph import THREADS, TMEM_COLUMNS, UMMA
+from flash4.sm100.fwd_graph import LEADER, THREADS, TMEM_COLUMNS, UMMA
 from flash4.sm100.fwd_roles import ForwardRoles
 
 LAUNCH_REGISTERS = 128  # per thread: 65,536 over 512
@@ -86,57 +87,59 @@ class Call:
         """Factor of what the softmax takes, in log2 units."""
         return np.float32(LOG2E if self.config.natural else self.natural_scale * LOG2E)
 
-    def places(self, tile, q_tile: int):
-        """(queries, heads, whether they exist) of the rows of a Q tile."""
+    def places(self, tile, part: int):
+        """(queries, heads, whether they exist) of the rows of a part of a tile, as of ``ForwardConfig.part``."""
         pack, ratio = self.config.pack, self.q.shape[2] // self.k.shape[2]
         place = self.tiles.place(tile)
         query, head = np.divmod(np.arange(MMA_ROWS), pack)
-        query += self.config.first_query(tile, q_tile)
+        query += self.config.first_query(tile, part)
         head += place.group * pack
         exists = (query < place.stored_q) & (head < ratio)
         return query, place.head_kv * ratio + head, exists
 
 
 class LoadOps:
-    """Verbs of the ``load`` role."""
+    """Verbs of the ``load`` role, of one CTA: its rows of Q, its part of K's keys and of V's columns."""
 
-    def __init__(self, call: Call):
-        self._call = call
+    def __init__(self, call: Call, rank: int):
+        self._call, self._rank = call, rank
 
     def load_q(self, tile, q_tile, slot):
         """Fill a slot with one Q tile."""
-        call = self._call
+        call, c = self._call, self._call.config
         place = call.tiles.place(tile)
-        query, head, exists = call.places(tile, q_tile)
-        if call.config.cu_q:
+        query, head, exists = call.places(tile, c.part(q_tile, self._rank))
+        if c.cu_q:
             exists &= query < call.tiles.lengths(tile)[0]
+        block = np.zeros((MMA_ROWS, c.tile_d), np.float32)  # TMA fills with zeros
         rows = call.q[place.batch_q, place.row_q + query[exists], head[exists]]
-        self._fill(slot, (MMA_ROWS, call.config.tile_d), exists, rows)
+        block[exists, : rows.shape[1]] = rows
+        slot.fill(block, c.q_bytes)
 
     def load_k(self, tile, n_block, slot):
         """Fill a slot with block ``n_block`` of K."""
-        self._load(self._call.k, tile, n_block, slot, None)
+        c = self._call.config
+        block = self._block(self._call.k, tile, n_block, None, c.tile_d)
+        slot.fill(np.split(block, c.ctas)[self._rank], c.k_bytes)
 
     def load_v(self, tile, n_block, slot):
         """Fill a slot with block ``n_block`` of V."""
-        call = self._call
-        seqlen_k = call.tiles.lengths(tile)[1] if call.config.v_is_ragged else None
-        self._load(call.v, tile, n_block, slot, seqlen_k)
+        c, call = self._call.config, self._call
+        seqlen_k = call.tiles.lengths(tile)[1] if c.v_is_ragged else None
+        block = self._block(call.v, tile, n_block, seqlen_k, c.tile_dv)
+        slot.fill(np.split(block, c.ctas, 1)[self._rank], c.v_bytes)
 
-    def _load(self, x, tile, n_block, slot, seqlen_k):
-        """Fill a slot; without ``seqlen_k`` with what lies in memory, behind the sequence's last key too."""
-        c, place = self._call.config, self._call.tiles.place(tile)
-        first = (tile.first_block + n_block) * c.tile_n
-        end = first + c.tile_n
+    def _block(self, x, tile, n_block, seqlen_k, width):
+        """A block; without ``seqlen_k`` with what lies in memory, behind the sequence's last key too."""
+        tile_n, place = self._call.config.tile_n, self._call.tiles.place(tile)
+        first = (tile.first_block + n_block) * tile_n
+        end = first + tile_n
         if seqlen_k is not None:
             end = max(min(end, seqlen_k), first)
         rows = x[place.batch_k, place.row_k + first : place.row_k + end, place.head_kv]
-        self._fill(slot, (c.tile_n, c.kv_columns), slice(len(rows)), rows)
-
-    def _fill(self, slot, shape, where, rows):
-        block = np.zeros(shape, np.float32)  # TMA fills with zeros
-        block[where, : rows.shape[1]] = rows
-        slot.fill(block, block.size * ELEMENT_BYTES)
+        block = np.zeros((tile_n, width), np.float32)
+        block[: len(rows), : rows.shape[1]] = rows
+        return block
 
 
 class Columns:
@@ -160,20 +163,29 @@ class Columns:
 
 
 class MmaOps:
-    """Verbs of the ``mma`` role; Q tile i is always in slot i."""
+    """Verbs of the ``mma`` role, for all CTAs of a tile; Q tile i is always in slot i.
 
-    def __init__(self, config: ForwardConfig, core: TensorCore, columns: Columns, q_slots):
+    Args:
+        config: of the kernel.
+        core: tensor core of the CTA, or of the pair.
+        columns: tensor memory of each CTA.
+        q_slots: slots of Q of each CTA.
+    """
+
+    def __init__(self, config: ForwardConfig, core: TensorCore, columns: list[Columns], q_slots):
         self._config, self._core, self._columns, self._q = config, core, columns, q_slots
 
     def qk(self, q_tile, q_slot, k_slot):
         """Issue S = Q K^T."""
-        width = self._config.tile_d
+        ctas = self._config.ctas
 
-        def product(q, k):
-            return matmul(q, k[:, :width].T)
+        def product(*arrays):
+            k = np.concatenate(arrays[ctas:])
+            return tuple(matmul(q, k.T) for q in arrays[:ctas])
 
-        operands = (self._q[q_tile], k_slot.region)
-        self._core.issue(self._columns.s(q_tile), product, operands, False, f"S{q_tile} = Q K^T")
+        operands = (*(slots[q_tile] for slots in self._q), *k_slot.regions)
+        scores = tuple(columns.s(q_tile) for columns in self._columns)
+        self._core.issue(scores, product, operands, False, f"S{q_tile} = Q K^T")
 
     def pv_head(self, q_tile, v_slot, accumulate):
         """Issue O (+)= P V for the first columns of P."""
@@ -186,27 +198,29 @@ class MmaOps:
     def _pv(self, q_tile, v_slot, begin, end, accumulate):
         c = self._config
 
-        def product(p, v):
-            return matmul(unpack_16_bit(p, c.bf16), v[begin:end, : c.tile_dv])
+        def product(*arrays):
+            v = np.concatenate(arrays[c.ctas :], 1)[begin:end]
+            return tuple(matmul(unpack_16_bit(p, c.bf16), v) for p in arrays[: c.ctas])
 
-        operands = (self._columns.p(q_tile, begin, end - begin), v_slot.region)
-        self._core.issue(
-            self._columns.o(q_tile), product, operands, accumulate, f"O{q_tile} += P V"
-        )
+        operands = [columns.p(q_tile, begin, end - begin) for columns in self._columns]
+        outputs = tuple(columns.o(q_tile) for columns in self._columns)
+        operands = (*operands, *v_slot.regions)
+        self._core.issue(outputs, product, operands, accumulate, f"O{q_tile} += P V")
 
 
 class SoftmaxOps:
-    """Verbs of the ``softmax`` role, for one Q tile."""
+    """Verbs of the ``softmax`` role, for one Q tile of one CTA."""
 
-    def __init__(self, call: Call, q_tile: int, columns: Columns, port: TmemPort, stats):
+    def __init__(self, call: Call, q_tile: int, rank: int, columns: Columns, port: TmemPort, stats):
         self._call, self._config, self._q_tile = call, call.config, q_tile
+        self._part = call.config.part(q_tile, rank)
         self._columns, self._port, (self._factor, self._inverse) = columns, port, stats
         c, j = call.config, np.arange(call.config.tile_n)
         self._on_fma = (j % 16 >= 16 - c.poly) & (j < c.head)
 
     def phases(self, tile):
         """Blocks with a mask, then those without."""
-        return self._config.phases(tile, self._q_tile, self._call.tiles)
+        return self._config.phases(tile, self._part, self._call.tiles)
 
     def begin(self, tile):
         """Shift -inf, sum 0."""
@@ -215,31 +229,50 @@ class SoftmaxOps:
     def load_s(self, tile, n_block, phase):
         """S in registers: negated for a negative scale, capped, changed by mods, masked."""
         c, call = self._config, self._call
+        first_key = (tile.first_block + n_block) * c.tile_n
+        if c.score_mod or c.mask_mod:
+            self._change_in_memory(tile, first_key)
         parts = [
             self._port.load(self._columns.s(self._q_tile, column, CHUNK))
             for column in range(0, c.tile_n, CHUNK)
         ]
         self._port.wait_ld()
         s = np.concatenate([part.values for part in parts], 1)
-        s = -s if c.negate else s
-        s = np.tanh(s * call.scale) if c.softcap else s
-        s = s * call.natural_scale if c.natural else s
-        keys = (tile.first_block + n_block) * c.tile_n + np.arange(c.tile_n)
-        self._apply_mods(tile, keys, s)
+        if not (c.score_mod or c.mask_mod):
+            s = self._change(tile, first_key, s)
         if phase.masked:
-            queries, lengths = call.places(tile, self._q_tile)[0].tolist(), call.tiles.lengths(tile)
+            queries, lengths = call.places(tile, self._part)[0].tolist(), call.tiles.lengths(tile)
             begins, ends = (
                 np.array([edge(query, *lengths) for query in queries])[:, None]
                 for edge in (call.tiles.blocks.key_begin, call.tiles.blocks.key_end)
             )
+            keys = first_key + np.arange(c.tile_n)
             s[(keys < begins) | (keys >= ends)] = -np.inf
+        return s
+
+    def _change_in_memory(self, tile, first_key):
+        """What mods make of S, a part of the row at a time."""
+        for column in range(0, self._config.tile_n, CHUNK):
+            columns = self._columns.s(self._q_tile, column, CHUNK)
+            scores = self._port.load(columns)
+            self._port.wait_ld()
+            self._port.store(columns, self._change(tile, first_key + column, scores.values))
+        self._port.wait_st()
+
+    def _change(self, tile, first_key, s):
+        """Negate or cap, scale in natural units, add what slopes and mods do."""
+        c, call = self._config, self._call
+        s = -s if c.negate else s
+        s = np.tanh(s * call.scale) if c.softcap else s
+        s = s * call.natural_scale if c.natural else s
+        self._apply_mods(tile, first_key + np.arange(s.shape[1]), s)
         return s
 
     def _apply_mods(self, tile, keys, s):
         """Slopes; then S = score_mod(S), and -inf where mask_mod hides a key."""
         call, c = self._call, self._config
         place, lengths = call.tiles.place(tile), call.tiles.lengths(tile)
-        query, head, _ = call.places(tile, self._q_tile)
+        query, head, _ = call.places(tile, self._part)
         query, head = query[:, None], np.minimum(head, call.q.shape[2] - 1)[:, None]
         if c.alibi:
             distance = np.abs(query + lengths[1] - lengths[0] - keys).astype(np.float32)
@@ -302,19 +335,19 @@ class SoftmaxOps:
     def store_lse(self, tile, shift, total):
         """LSE to global memory; of a row without keys -inf, or its sink."""
         call, place = self._call, self._call.tiles.place(tile)
-        query, head, exists = call.places(tile, self._q_tile)
+        query, head, exists = call.places(tile, self._part)
         lse = np.where(self._unused(tile), -np.inf, self._finish(tile, shift, total)[0])
         call.lse[place.batch_q, head[exists], place.row_q + query[exists]] = lse[exists]
 
     def _unused(self, tile):
         call = self._call
-        return call.places(tile, self._q_tile)[0] >= call.tiles.lengths(tile)[0]
+        return call.places(tile, self._part)[0] >= call.tiles.lengths(tile)[0]
 
     def _finish(self, tile, shift, total):
         """(LSE, factor of O) of every row."""
         call, shift_log2, shrink = self._call, shift * self._call.scale_log2, np.float32(1)
         if call.config.sink:
-            sink, head = call.options.sink, call.places(tile, self._q_tile)[1]
+            sink, head = call.options.sink, call.places(tile, self._part)[1]
             sink_log2 = sink[np.minimum(head, len(sink) - 1)] * np.float32(LOG2E)
             new = np.maximum(shift_log2, sink_log2)
             shrink = np.exp2(shift_log2 - self._finite(new))
@@ -358,13 +391,14 @@ class CorrectionOps:
 class StoreOps:
     """Verbs of the ``store`` role."""
 
-    def __init__(self, machine: Machine, call: Call):
-        self._call, self._lane = call, machine.lane("stores of O", ordered=True)
+    def __init__(self, machine: Machine, call: Call, rank: int):
+        self._call, self._rank = call, rank
+        self._lane = machine.lane(f"stores of O of CTA {rank}", ordered=True)
 
     def store_o(self, tile, q_tile, slot):
         """Start the store of a slot."""
         call, source, place = self._call, slot.region, self._call.tiles.place(tile)
-        query, head, exists = call.places(tile, q_tile)
+        query, head, exists = call.places(tile, call.config.part(q_tile, self._rank))
 
         def land():
             columns = call.out.shape[3]
@@ -437,7 +471,7 @@ def forward_machines(config, tensors, options, workers, seed, variation=None):
     for worker, tiles in enumerate(schedules):
         call = Call(config, q, k, v, out, lse, options, tiles)
         machine = Machine(seed + worker, variation.strict)
-        Cta(machine, call, variation).spawn()
+        Kernel(machine, call, variation).spawn()
         yield machine, call
 
 
@@ -471,94 +505,116 @@ def check_limits(config: ForwardConfig):
     check_tmem(graph.tmem.ranges(), graph.tmem.aliases)
 
 
-class Cta:
-    """Memory, edges and roles of one CTA, by the config's graph."""
+class Kernel:
+    """Memory, edges and roles of one CTA, or of a pair, by the config's graph."""
 
     def __init__(self, machine: Machine, call: Call, variation: Variation):
         self.machine, self.call, self.variation = machine, call, variation
-        self.graph, self.edges, self.core = call.config.graph, Edges(machine), TensorCore(machine)
-        self.tmem, self.memory = Tmem(machine), Space(machine)
+        config, self.graph = call.config, call.config.graph
+        pair = Cluster(machine, config.ctas).ctas if config.ctas > 1 else ()
+        self.ctas = tuple(pair) or (None,)
+        self.edges, self.core = Edges(machine, pair), TensorCore(machine, pair)
+        self.tmems = [Tmem(machine, cta) for cta in self.ctas]
+        self.memories = [cta.smem if cta else Space(machine) for cta in self.ctas]
         covers = dict(variation.covers)
-        self.signals = {
-            s.name: Signal(
-                self.edges,
-                SignalSpec(s.name, len(s.raisers), covers.get(s.name, s.covered_by), s.credit),
-            )
-            for s in self.graph.signals
-        }
+        self.signals = {s.name: self._signal(s, covers) for s in self.graph.signals}
         self.rings = {ring.name: self._ring(ring) for ring in self.graph.rings}
+
+    def _signal(self, spec, covers):
+        shared = spec.kind == LEADER
+        arrivals = len(spec.raisers) * (self.graph.ctas if shared else 1)
+        cover = covers.get(spec.name, spec.covered_by)
+        return Signal(self.edges, SignalSpec(spec.name, arrivals, cover, spec.credit, shared))
 
     def _ring(self, spec):
         c, base = self.call.config, self.graph.addresses()[spec.name]
         shapes = {
             "q": (MMA_ROWS, c.tile_d),
-            "kv": (c.tile_n, c.kv_columns),
+            "kv": (c.tile_n // c.ctas, c.kv_columns),
             "o": (MMA_ROWS, c.tile_dv),
         }
         starts = [base + i * spec.stage_bytes for i in range(spec.stages)]
         regions = [
-            Region(self.memory, f"{spec.name}[{i}]", lo, lo + spec.stage_bytes, shapes[spec.name])
-            for i, lo in enumerate(starts)
+            [
+                self._region(rank, f"{spec.name}[{i}]", lo, spec.stage_bytes, shapes[spec.name])
+                for i, lo in enumerate(starts)
+            ]
+            for rank in range(len(self.ctas))
         ]
-        nbytes = 0 if spec.kinds[0] == THREADS else spec.stage_bytes
-        return TmaRing(self.edges, TmaRingSpec(spec.name, spec.stages, nbytes), [regions])
+        by_threads = spec.kinds[0] == THREADS
+        nbytes = 0 if by_threads else spec.stage_bytes
+        ring = TmaRingSpec(spec.name, spec.stages, nbytes, shared=not by_threads)
+        return TmaRing(self.edges, ring, regions)
 
-    def _stats(self):
+    def _region(self, rank, name, at, nbytes, shape):
+        cta = self.ctas[rank]
+        name = f"{cta.name}.{name}" if cta else name
+        return Region(self.memories[rank], name, at, at + nbytes, shape)
+
+    def _stats(self, rank):
         """For each Q tile the region of its factors and that of its inverse sums."""
         base = self.graph.addresses()["stat"]
+        starts = [base + i * STAT_ROW for i in range(4)]
 
         def region(name, i, at):
-            return Region(self.memory, f"{name}{i}", at, at + STAT_ROW, (MMA_ROWS,))
+            return self._region(rank, f"{name}{i}", at, STAT_ROW, (MMA_ROWS,))
 
-        starts = [base + i * STAT_ROW for i in range(4)]
         return [
             (region("factor", i, starts[2 * i]), region("inverse", i, starts[2 * i + 1]))
             for i in (0, 1)
         ]
 
-    def _ends(self, waits=(), raises=(), **others):
+    def _ends(self, cta, waits=(), raises=(), **others):
         """Ends of signals by their names, and others."""
         ends = SimpleNamespace(**others)
         for name in (*waits, *raises):
             spec = next(s for s in self.graph.signals if s.name == name)
             core = self.core if name in raises and spec.kind == UMMA else None
-            setattr(ends, name, self.signals[name].end(core=core))
+            setattr(ends, name, self.signals[name].end(cta, core=core))
         return ends
 
     def spawn(self):
         """Add the roles' tasks; tensor memory is there from the start, and correction frees it."""
+        held = [tmem.allocate(TMEM_COLUMNS) for tmem in self.tmems]
+        for rank, cta in enumerate(self.ctas):
+            self._spawn(rank, cta)
+        self.machine.at_exit.insert(0, lambda: self._free(held))
+
+    def _spawn(self, rank, cta):
+        """The roles of one CTA; the leader's ``mma`` is that of both."""
         machine, call, config = self.machine, self.call, self.call.config
-        roles, schedule, tiles = self.variation.roles, self.variation.roles(), self.call.tiles
-        columns, stats = Columns(self.tmem, config), self._stats()
-        held = self.tmem.allocate(TMEM_COLUMNS)
+        roles, schedule, tiles = self.variation.roles, self.variation.roles(), call.tiles
+        columns, stats = [Columns(tmem, config) for tmem in self.tmems], self._stats(rank)
         q, kv, o = (self.rings[name] for name in ("q", "kv", "o"))
 
         def start(name, role, *arguments):
-            machine.spawn(name, plain(role), schedule, *arguments)
+            (cta or machine).spawn(name, plain(role), schedule, *arguments)
 
-        start("load", roles.load, LoadOps(call), tiles, q.producer(), kv.producer())
-        consumers = {"q": q.consumer(core=self.core), "kv": kv.consumer(core=self.core)}
-        ends = self._ends(("p0", "p1", "t0", "t1"), ("s0", "s1", "o0", "o1"), **consumers)
-        start("mma", roles.mma, MmaOps(config, self.core, columns, q.regions[0]), tiles, ends)
+        start("load", roles.load, LoadOps(call, rank), tiles, q.producer(cta), kv.producer(cta))
+        if rank == 0:
+            consumers = {"q": q.consumer(cta, self.core), "kv": kv.consumer(cta, self.core)}
+            ends = self._ends(cta, ("p0", "p1", "t0", "t1"), ("s0", "s1", "o0", "o1"), **consumers)
+            start("mma", roles.mma, MmaOps(config, self.core, columns, q.regions), tiles, ends)
         for i in (0, 1):
-            port = TmemPort(self.tmem, f"softmax{i}", range(4))
-            ends = self._ends([f"{x}{i}" for x in "sf"], [f"{x}{i}" for x in "ptml"])
+            port = TmemPort(self.tmems[rank], f"softmax{i}", range(4))
+            ends = self._ends(cta, [f"{x}{i}" for x in "sf"], [f"{x}{i}" for x in "ptml"])
             ends = SimpleNamespace(**{name[0]: end for name, end in vars(ends).items()})
-            ops = SoftmaxOps(call, i, columns, port, stats[i])
+            ops = SoftmaxOps(call, i, rank, columns[rank], port, stats[i])
             start(f"softmax{i}", roles.softmax, ops, tiles, ends)
         waits, raises = ([f"{x}{i}" for x in names for i in (0, 1)] for names in ("mol", "pf"))
-        ends = self._ends(waits, raises, o=o.producer())
-        port = TmemPort(self.tmem, "correction", range(4))
-        ops = CorrectionOps(machine, config, columns, port, stats)
+        ends = self._ends(cta, waits, raises, o=o.producer(cta))
+        port = TmemPort(self.tmems[rank], "correction", range(4))
+        ops = CorrectionOps(machine, config, columns[rank], port, stats)
         start("correction", roles.correction, ops, tiles, ends)
-        start("store", roles.store, StoreOps(machine, call), tiles, o.consumer())
-        correction = next(task for task in machine.tasks if task.name == "correction")
-        machine.at_exit.insert(0, lambda: self._free(correction, held))
+        start("store", roles.store, StoreOps(machine, call, rank), tiles, o.consumer(cta))
 
-    def _free(self, correction, held):
-        """Free tensor memory knowing only what correction knows at its end."""
+    def _free(self, held):
+        """Free tensor memory knowing only what correction of each CTA knows at its end."""
         machine = self.machine
-        join(machine.host.clock, correction.clock)
-        self.tmem.free(held)
+        for task in machine.tasks:
+            if task.name.endswith("correction"):
+                join(machine.host.clock, task.clock)
+        for tmem, allocation in zip(self.tmems, held):
+            tmem.free(allocation)
         # What the host does is before and after all else, and no step of any order.
         machine.trace = [step for step in machine.trace if step.actor != machine.host.name]

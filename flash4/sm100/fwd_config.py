@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from flash4.common.geometry import KvBlocks, Phase, imax, imin
 from flash4.common.mods import AUX, decode_aux
 from flash4.sm100.fwd_graph import (
+    LEADER,
     THREADS,
     TMA,
     UMMA,
@@ -29,8 +30,10 @@ CHUNK = 32  # columns of S that softmax converts and stores at a time
 MAX_HEAD_DIM, MAX_HEAD_DIM_V = 192, 128
 MAX_STAGES = 6
 STAT_BYTES = 2 * Q_TILES * MMA_ROWS * 4  # per row: the factor of O, and the inverse row sum
-REGISTERS = (192, 80, 48)  # softmax, correction, the others
-VARLEN_REGISTERS = (184, 80, 64)  # decoding tiles of sequences takes more
+SHARE_BYTES = 16  # of the tiles of sequences: first and last
+REGISTERS = (200, 64, 48)  # softmax, correction, the others
+PAIRED_DIM_V = 128  # halves of V are one group of columns under the swizzle
+PAIRED_WASTE = 1.05  # rows that a pair may pad in excess of what one CTA would
 PACKS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -46,6 +49,8 @@ class ForwardConfig:
         pack: query heads that share a tile's rows; a power of two, at most 64. Row ``r`` of a tile holds query
             ``r // pack`` of head ``r % pack`` of its group.
         negate: the softmax scale is negative: scores are negated before the maximum.
+        ctas: CTAs that work on a tile together: 1, or a pair, whose MMAs have 256 rows. Each CTA of a pair has its own
+            rows, and loads half of the keys of K and half of the columns of V.
         tile_n: keys per block.
         stages: slots of the ring that K and V share.
         o_slots: tiles of O that wait in shared memory for their store.
@@ -71,6 +76,7 @@ class ForwardConfig:
     causal: bool
     pack: int = 1
     negate: bool = False
+    ctas: int = 1
     tile_n: int = 128
     stages: int = 3
     o_slots: int = 2
@@ -110,6 +116,10 @@ class ForwardConfig:
             raise ValueError(f"head is {self.head}; multiples of {CHUNK} below {self.tile_n}")
         if self.pack not in PACKS:
             raise ValueError(f"pack is {self.pack}; supported are {PACKS}")
+        if self.ctas not in (1, 2) or self.ctas == 2 and self.tile_dv % (2 * COLUMN_STEP):
+            raise ValueError(
+                f"ctas is {self.ctas}, tile_dv {self.tile_dv}: 1, or 2 where halves of V are multiples of {COLUMN_STEP}"
+            )
         if self.causal and self.right:
             raise ValueError("causal and right exclude each other: causal is a right side of 0")
 
@@ -130,12 +140,12 @@ class ForwardConfig:
 
     @property
     def tile_m(self) -> int:
-        """Rows of one CTA's tile: two Q tiles."""
-        return Q_TILES * MMA_ROWS
+        """Rows of a tile: two Q tiles of each CTA."""
+        return Q_TILES * MMA_ROWS * self.ctas
 
     @property
     def tile_q(self) -> int:
-        """Queries of one CTA's tile."""
+        """Queries of a tile."""
         return self.tile_m // self.pack
 
     def blocks(self, left=None, right=None) -> KvBlocks:
@@ -167,12 +177,16 @@ class ForwardConfig:
         aux = (f"{AUX}{i}" for i in range(len(decode_aux(self.aux))))
         return (*(name for name, present in given.items() if present), *aux)
 
-    def first_query(self, tile, q_tile):
-        """First query of a Q tile; dual-mode, as the next."""
-        return tile.m_block * self.tile_q + q_tile * (MMA_ROWS // self.pack)
+    def part(self, q_tile, rank):
+        """Which 128 rows of a tile are those of a CTA's Q tile: MMAs of a pair take one after the other."""
+        return q_tile * self.ctas + rank
 
-    def phases(self, tile, q_tile, tiles) -> tuple[Phase, ...]:
-        """Blocks of a tile as one Q tile sees them, counted from the last.
+    def first_query(self, tile, part):
+        """First query of a part; dual-mode, as the next."""
+        return tile.m_block * self.tile_q + part * (MMA_ROWS // self.pack)
+
+    def phases(self, tile, part, tiles) -> tuple[Phase, ...]:
+        """Blocks of a tile as one part sees them, counted from the last.
 
         Those with a mask at their right come first, then those without, then those with a mask at their left. The first
         block is always masked: the keys may end in it.
@@ -180,7 +194,7 @@ class ForwardConfig:
         blocks, lengths, count = tiles.blocks, tiles.lengths(tile), tile.n_blocks
         if not (self.left or blocks.ends_early):
             return (Phase(0, 1, True), Phase(1, count, False))
-        first_query, end, cut = self.first_query(tile, q_tile), tile.first_block + count, 1
+        first_query, end, cut = self.first_query(tile, part), tile.first_block + count, 1
         if blocks.ends_early:
             cut = imax(end - blocks.unmasked(first_query, *lengths), 1)
         if not self.left:
@@ -191,7 +205,7 @@ class ForwardConfig:
 
     @property
     def kv_columns(self) -> int:
-        """Columns of a slot that holds a block of K, or one of V: the wider of the two."""
+        """Columns of a slot that holds a block of K, or one of V: those of the wider."""
         return max(self.tile_d, self.tile_dv)
 
     @property
@@ -202,7 +216,17 @@ class ForwardConfig:
     @property
     def kv_bytes(self) -> int:
         """Bytes of one slot of K or V."""
-        return self.tile_n * self.kv_columns * ELEMENT_BYTES
+        return self.tile_n * self.kv_columns // self.ctas * ELEMENT_BYTES
+
+    @property
+    def k_bytes(self) -> int:
+        """Bytes of one CTA's part of a block of K."""
+        return self.tile_n * self.tile_d // self.ctas * ELEMENT_BYTES
+
+    @property
+    def v_bytes(self) -> int:
+        """Bytes of one CTA's part of a block of V."""
+        return self.tile_n * self.tile_dv // self.ctas * ELEMENT_BYTES
 
     @property
     def o_bytes(self) -> int:
@@ -217,7 +241,7 @@ class ForwardConfig:
     @property
     def graph(self) -> Graph:
         """Roles, rings, signals and memory."""
-        softmax, corrections, others = VARLEN_REGISTERS if self.varlen else REGISTERS
+        softmax, corrections, others = REGISTERS
         soft = (Role("softmax0", range(0, 4), softmax), Role("softmax1", range(4, 8), softmax))
         correction = Role("correction", range(8, 12), corrections)
         mma = Role("mma", range(12, 13), others)
@@ -237,17 +261,20 @@ class ForwardConfig:
                 Buffer("kv", self.stages * self.kv_bytes),
                 Buffer("o", self.o_slots * self.o_bytes),
                 Buffer("stat", STAT_BYTES),
+                *([Buffer("share", SHARE_BYTES)] if self.varlen else []),
             ),
             tmem=TmemMap(self.tile_n, self.tile_dv),
+            ctas=self.ctas,
         )
 
     def _signals(self, i: int, soft: Role, correction: Role, mma: Role) -> tuple[Signal, ...]:
         """Events of one Q tile; ``docs/kernels/sm100-fwd.md`` says why each cover holds."""
         s, p, t, o, m, last, read = (f"{name}{i}" for name in "sptomlf")
+        to_mma = LEADER if self.ctas > 1 else THREADS
         return (
             Signal(s, (mma,), soft, UMMA, (p,)),
-            Signal(p, (soft, correction), mma, THREADS, (s, m)),
-            Signal(t, (soft,), mma, THREADS, (s,)),
+            Signal(p, (soft, correction), mma, to_mma, (s, m)),
+            Signal(t, (soft,), mma, to_mma, (s,)),
             Signal(o, (mma,), correction, UMMA, (p,)),
             Signal(m, (soft,), correction, THREADS, (p, s)),
             Signal(last, (soft,), correction, THREADS, (read,)),
@@ -272,6 +299,7 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
 
     tile_d, tile_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     pack, why_pack = choose_pack(problem)
+    ctas, why_ctas = choose_ctas(problem, tile_d, tile_dv, pack)
     fields = {
         "bf16": problem.dtype == torch.bfloat16,
         "tile_d": tile_d,
@@ -279,6 +307,7 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
         "causal": problem.causal,
         "pack": pack,
         "negate": problem.negative_scale,
+        "ctas": ctas,
         "left": problem.window_left,
         "right": problem.window_right,
         "softcap": problem.softcap,
@@ -292,15 +321,29 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
         "used_q": problem.used_q,
         "used_k": problem.used_k,
     }
-    why_block = "128 keys per block: a row of S in the registers of a thread"
-    if problem.aux:  # loads that mods make for each score are all in flight at once
-        fields |= {"tile_n": 64, "head": 32}
-        why_block = "64 keys per block: what mods load for a row is in registers beside it"
     config, why_memory = spend_memory(fields)
     share = (
         f"{config.poly} of 16 exponentials on the FMA units: the special function unit is the limit"
     )
-    return config, (why_block, why_memory, share, why_pack)
+    return config, (why_ctas, why_memory, share, why_pack)
+
+
+def choose_ctas(problem, tile_d: int, tile_dv: int, pack: int) -> tuple[int, str]:
+    """CTAs that work on a tile together, and the reason."""
+    if tile_dv != PAIRED_DIM_V or tile_d < PAIRED_DIM_V:
+        return 1, "one CTA per tile: halves of a block of K and V would be too narrow"
+    if problem.causal or problem.window_left or problem.window_right:
+        return (
+            1,
+            "one CTA per tile: with a mask, a pair's tile of twice the rows visits more hidden blocks",
+        )
+    if problem.varlen:
+        return 1, "one CTA per tile: sequences may be shorter than a pair's rows"
+    rows, tile = problem.seqlen_q * pack, Q_TILES * MMA_ROWS
+    padded, paired = (-(-rows // n) * n for n in (tile, 2 * tile))
+    if paired > padded * PAIRED_WASTE:
+        return 1, f"one CTA per tile: a pair would work on {paired} rows where there are {rows}"
+    return 2, "a pair of CTAs per tile: each loads and reads half of K and V"
 
 
 def padded_head_dim(head_dim: int) -> int:

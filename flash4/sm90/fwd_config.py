@@ -122,6 +122,11 @@ class ForwardConfig:
             )
 
     @property
+    def ctas(self) -> int:
+        """CTAs that work on a tile together."""
+        return 1
+
+    @property
     def mma_warpgroups(self) -> int:
         """Warpgroups of the ``mma`` role."""
         return self.tile_m // MMA_ROWS

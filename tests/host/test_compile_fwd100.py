@@ -21,6 +21,7 @@ import torch
 from cutlass import Int32, Int64
 from cutlass.memory import SmemAllocator
 
+from flash4.common import mods
 from flash4.jit import compile as jit_compile
 from flash4.jit.inspect import count_resources, disassemble
 from flash4.problem import AttentionProblem
@@ -38,6 +39,7 @@ from flash4.sm100.fwd_config import (
 )
 from flash4.sm100.fwd_ends import Wait
 from flash4.sm100.fwd_ops import UNROLLED_DIM
+from tests import strategies
 from tests.host.sass_loops import loops
 
 LIMITS = Path(__file__).with_name("fwd100_limits.json")
@@ -78,7 +80,36 @@ def shipped() -> dict[str, tuple[ForwardConfig, str]]:
     return found
 
 
+def featured() -> dict[str, tuple[ForwardConfig, str]]:
+    """Name -> config and target, for one or two features at a time."""
+    mods_of = {
+        "mods": ("relative", "dilated", []),
+        "mods with tensors": ("heads", "documents", [torch.zeros(2, 2), torch.zeros(2, 2).int()]),
+    }
+    facts = {
+        "window": {"window_left": True, "window_right": True},
+        "softcap, sink": {"softcap": True, "sink": True, "causal": True},
+        "alibi": {"alibi": True, "causal": True},
+        "cu_seqlens": {"cu_q": True, "cu_k": True, "causal": True},
+        "seqused": {"used_q": True, "used_k": True},
+        "seqused_k, fp16": {"used_k": True, "bf16": False},
+    } | {
+        name: {
+            "score_mod": mods.register(strategies.SCORE_MODS[score]),
+            "mask_mod": mods.register(strategies.MASK_MODS[mask]),
+            "aux": mods.encode_aux(tensors),
+        }
+        for name, (score, mask, tensors) in mods_of.items()
+    }
+    return {
+        f"{name}, {target}": (config_for(128, 128, **kinds), target)
+        for name, kinds in facts.items()
+        for target in ("sm_100a", "sm_103a")
+    }
+
+
 CONFIGS = shipped()
+FEATURED = featured()
 
 
 def features(sass: str) -> dict[str, int]:
@@ -89,7 +120,7 @@ def features(sass: str) -> dict[str, int]:
         return next(x for x in inner if test(x))
 
     mma = loop(lambda x: x.count("UTCHMMA") >= 16 and x.count("UTCBAR") >= 4)
-    softmax = [x for x in inner if x.count("MUFU.EX2") > 32 and x.count("LDTM") == 4]
+    softmax = [x for x in inner if x.count("MUFU.EX2") > 32 and x.count("LDTM") in (4, 5)]
     correction = loop(lambda x: x.count("LDTM") >= 8 and not x.count("MUFU"))
     masked = [x for x in softmax if x.count("FMNMX", "FMNMX3") and x.count("ISETP") > 64]
     return {
@@ -150,7 +181,7 @@ def compile_all(cases) -> dict[str, dict[str, int]]:
 
 @pytest.fixture(scope="module")
 def compiled():
-    return compile_all(CONFIGS)
+    return compile_all({**CONFIGS, **FEATURED})
 
 
 def mmas(config: ForwardConfig) -> int:
@@ -173,6 +204,16 @@ def test_resources(name, compiled):
     assert found["softmax loop posts"] == 3, "factor, and P in two parts"
 
 
+@pytest.mark.parametrize("name", FEATURED)
+def test_resources_of_features(name, compiled):
+    config, found = FEATURED[name][0], compiled[name]
+    assert found["spills"] == 0, found
+    assert found["registers"] == LAUNCH_REGISTERS, found
+    assert found["mmas"] == mmas(config), found
+    waits = [found[f"{role} loop waits"] for role in ("mma", "softmax", "correction")]
+    assert waits == [6, 1, 2], found
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_descriptors(name, compiled):
     """Those of the tensor core's operands and instructions are what the tiles say."""
@@ -187,7 +228,7 @@ def test_descriptors(name, compiled):
     }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", {**CONFIGS, **FEATURED})
 def test_instructions(name, compiled):
     limits, found = json.loads(LIMITS.read_text("utf-8"))[name], compiled[name]
     for what, limit in limits.items():
@@ -198,7 +239,7 @@ def test_instructions(name, compiled):
 
 
 def test_the_limits_are_of_these_configs():
-    assert json.loads(LIMITS.read_text("utf-8")).keys() == CONFIGS.keys()
+    assert json.loads(LIMITS.read_text("utf-8")).keys() == (CONFIGS | FEATURED).keys()
 
 
 SIZES = (8, 64, 72, 128)
@@ -226,7 +267,7 @@ def test_what_does_not_fit_is_refused():
     "fields",
     [
         {"tile_d": 96}, {"tile_dv": 192}, {"tile_n": 96}, {"stages": 1}, {"o_slots": 3},
-        {"poly": 3}, {"head": 128}, {"head": 40}, {"pack": 3},
+        {"poly": 3}, {"head": 128}, {"head": 40}, {"pack": 3}, {"causal": True, "right": True},
     ],
     ids=str,
 )  # fmt: skip
@@ -240,9 +281,6 @@ def test_impossible_configs(fields):
     [
         ({"head_dim": 200}, "head_dim 200 exceeds 192"),
         ({"head_dim_v": 136}, "head_dim_v 136 exceeds 128"),
-        ({"window_left": True}, "not built yet: windows"),
-        ({"softcap": True, "sink": True}, "not built yet: softcap, learnable_sink"),
-        ({"cu_q": True}, "not built yet: sequences of different lengths"),
     ],
 )
 def test_what_is_not_built_says_so(facts, reason):
@@ -380,6 +418,6 @@ if __name__ == "__main__":
     COUNTED = ("kernel", "mma loop", "softmax loop", "masked softmax loop", "correction loop")
     counts = {
         name: {what: found[what] for what in COUNTED}
-        for name, found in compile_all(CONFIGS).items()
+        for name, found in compile_all({**CONFIGS, **FEATURED}).items()
     }
     LIMITS.write_text(json.dumps(counts, indent=1) + "\n", "utf-8")
