@@ -15,7 +15,10 @@ class ForwardRoles:
 
     @cute.jit
     def load(self, ops, tiles, q_producer, kv_producer):
-        """Both Q tiles once per tile; K one block ahead of V, from the last block to the first."""
+        """Both Q tiles once per tile; K and V of every block, from the last to the first.
+
+        V of a block comes before K of the next: with three slots, K is loaded into the one that V(i+1) has left.
+        """
         tile = tiles.first()
         while tile.valid:
             q_slot = q_producer.acquire_and_advance()
@@ -30,10 +33,10 @@ class ForwardRoles:
             for i in range(1, tile.n_blocks):
                 n_block = tile.n_blocks - 1 - i
                 kv_slot = kv_producer.acquire_and_advance()
-                ops.load_k(tile, n_block, kv_slot)
+                ops.load_v(tile, n_block + 1, kv_slot)
                 kv_slot.commit()
                 kv_slot = kv_producer.acquire_and_advance()
-                ops.load_v(tile, n_block + 1, kv_slot)
+                ops.load_k(tile, n_block, kv_slot)
                 kv_slot.commit()
             kv_slot = kv_producer.acquire_and_advance()
             ops.load_v(tile, 0, kv_slot)
@@ -59,12 +62,12 @@ class ForwardRoles:
             s1_signal.post()
             k_slot.release()
             for i in range(1, tile.n_blocks):
-                k_slot = kv_consumer.wait_and_advance()
                 v_slot = kv_consumer.wait_and_advance()
                 p0_signal.wait()
                 ops.pv_head(0, v_slot, i > 1)  # O0 (+)= P0(i+1) V, first columns of P
                 t0_signal.wait()
                 ops.pv_tail(0, v_slot)
+                k_slot = kv_consumer.wait_and_advance()
                 ops.qk(0, q0_slot, k_slot)  # S0(i), over P0: MMAs of one issuer run in order
                 s0_signal.post()  # O0 is done as well
                 p1_signal.wait()
