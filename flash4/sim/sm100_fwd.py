@@ -18,17 +18,26 @@ from flash4.common.shares import shares_of
 from flash4.common.tiles import Grid, TileSchedule
 from flash4.common.varlen import Sequences, VarlenSchedule
 from flash4.problem import CallOptions, positive_scale
-from flash4.sim.cluster import Cluster
+from flash4.sim.barriers import NamedBarrier
+from flash4.sim.cluster import Cluster, ClusterBarrier
 from flash4.sim.limits import WarpRole, check_graph, check_registers, check_tmem
 from flash4.sim.machine import Machine, join
 from flash4.sim.memory import Region, Space
 from flash4.sim.signals import Edges, Signal, SignalSpec, TmaRing, TmaRingSpec
 from flash4.sim.sm90_fwd import matmul, round_to_16_bit
 from flash4.sim.tmem import TensorCore, Tmem, TmemPort
-from flash4.sm100.fwd_config import CHUNK, MMA_ROWS, SMEM_LIMIT, ForwardConfig
-from flash4.sm100.fwd_exp import LOWEST, QUARTIC
-from flash4.sm100.fwd_graph import LEADER, THREADS, TMEM_COLUMNS, UMMA
+from flash4.sm100.fwd_config import (
+    CHUNK,
+    LARGEST_TOTAL,
+    MARKS,
+    MMA_ROWS,
+    SMEM_LIMIT,
+    ForwardConfig,
+)
+from flash4.sm100.fwd_exp import HIGHEST, LOWEST, QUARTIC
+from flash4.sm100.fwd_graph import LEADER, THREADS, TMEM_COLUMNS, UMMA, WARP
 from flash4.sm100.fwd_roles import ForwardRoles
+from flash4.sm100.fwd_tiles import BARRIER_PASS
 
 LAUNCH_REGISTERS = 128  # per thread: 65,536 over 512
 STAT_ROW = MMA_ROWS * 4  # bytes of one number for every row of a Q tile
@@ -50,7 +59,8 @@ def unpack_16_bit(words: np.ndarray, bf16: bool) -> np.ndarray:
 
 def exp2_on_fma(x: np.ndarray) -> np.ndarray:
     """What the kernel's polynomial gives, in float32."""
-    x = np.fmax(x, np.float32(LOWEST))  # of a NaN the number, like the hardware
+    # Of a NaN the number, like the hardware.
+    x = np.fmin(np.fmax(x, np.float32(LOWEST)), np.float32(HIGHEST))
     whole = np.floor(x)
     y = np.full_like(x, QUARTIC[0])
     for c in QUARTIC[1:]:
@@ -96,6 +106,45 @@ class Call:
         head += place.group * pack
         exists = (query < place.stored_q) & (head < ratio)
         return query, place.head_kv * ratio + head, exists
+
+
+class Tiles:
+    """One role's way through a worker's tiles, and through those marked again; all meet at ``barrier`` in between."""
+
+    def __init__(self, schedule, barrier, warps: int, marks: set):
+        self._schedule, self._barrier, self._warps, self._marks = schedule, barrier, warps, marks
+
+    def first(self):
+        """Return the worker's first tile."""
+        return self._schedule.first()
+
+    def next(self, tile):
+        """Return the tile after ``tile``."""
+        if self._barrier is None:
+            return self._schedule.next(tile)
+        schedule, again = self._schedule, tile.again
+        index = schedule.next_index(tile.index)
+        if index >= schedule.grid.total and not again:
+            self._meet()
+            again = 1
+            if self._marks:
+                index = schedule.start
+        if again:
+            while index < schedule.grid.total and schedule.wave(index) % MARKS not in self._marks:
+                index = schedule.next_index(index)
+        return replace(schedule.at(index), again=again)
+
+    def _meet(self):
+        if isinstance(self._barrier, ClusterBarrier):
+            self._barrier.sync()
+        else:
+            phase = self._barrier.phase
+            self._barrier.arrive(self._warps)
+            self._barrier.wait(phase)
+
+    def mark(self, tile):
+        """Have a tile worked on again."""
+        self._marks.add(self._schedule.wave(tile.index) % MARKS)
 
 
 class LoadOps:
@@ -211,9 +260,9 @@ class MmaOps:
 class SoftmaxOps:
     """Verbs of the ``softmax`` role, for one Q tile of one CTA."""
 
-    def __init__(self, call: Call, q_tile: int, rank: int, columns: Columns, port: TmemPort, stats):
-        self._call, self._config, self._q_tile = call, call.config, q_tile
-        self._part = call.config.part(q_tile, rank)
+    def __init__(self, call: Call, place, columns: Columns, port: TmemPort, stats, tiles: Tiles):
+        self._call, self._config, (self._q_tile, rank) = call, call.config, place
+        self._part, self._tiles = call.config.part(self._q_tile, rank), tiles
         self._columns, self._port, (self._factor, self._inverse) = columns, port, stats
         c, j = call.config, np.arange(call.config.tile_n)
         self._on_fma = (j % 16 >= 16 - c.poly) & (j < c.head)
@@ -287,8 +336,10 @@ class SoftmaxOps:
         if c.mask_mod:
             s[~np.broadcast_to(mods.function(c.mask_mod)(*where), s.shape)] = -np.inf
 
-    def move_shift(self, scores, shift):
+    def move_shift(self, scores, shift, phase):
         """(new shift, factor of O and of the sum)."""
+        if phase.fixed:
+            return shift, np.ones(MMA_ROWS, np.float32)
         new = np.fmax(shift, np.fmax.reduce(scores, 1))
         growth = (shift - self._finite(new)) * self._call.scale_log2
         keep = growth >= -RESCALE_THRESHOLD_LOG2
@@ -303,11 +354,11 @@ class SoftmaxOps:
         """Tell correction."""
         self._factor.write(factor)
 
-    def exp_head(self, scores, shift):
+    def exp_head(self, scores, shift, phase):
         """First columns of P over S."""
         self._exp(scores, shift, 0, self._config.head)
 
-    def exp_tail(self, scores, shift):
+    def exp_tail(self, scores, shift, phase):
         """Last columns of P over S."""
         self._exp(scores, shift, self._config.head, self._config.tile_n)
 
@@ -338,6 +389,8 @@ class SoftmaxOps:
         query, head, exists = call.places(tile, self._part)
         lse = np.where(self._unused(tile), -np.inf, self._finish(tile, shift, total)[0])
         call.lse[place.batch_q, head[exists], place.row_q + query[exists]] = lse[exists]
+        if self._config.fixed_shift and not (total <= LARGEST_TOTAL)[exists].all():
+            self._tiles.mark(tile)
 
     def _unused(self, tile):
         call = self._call
@@ -360,8 +413,8 @@ class SoftmaxOps:
 class CorrectionOps:
     """Verbs of the ``correction`` role."""
 
-    def __init__(self, machine: Machine, config: ForwardConfig, columns: Columns, port, stats):
-        self._machine, self._config = machine, config
+    def __init__(self, machine: Machine, config, columns: Columns, port, stats, tiles: Tiles):
+        self._machine, self._config, self._tiles = machine, config, tiles
         self._columns, self._port, self._stats = columns, port, stats
 
     def get_factor(self, q_tile):
@@ -379,10 +432,12 @@ class CorrectionOps:
         self._port.store(self._columns.o(q_tile), o.values * factor[:, None])
         self._port.wait_st()
 
-    def finish_o(self, q_tile, slot, inverse):
+    def finish_o(self, tile, q_tile, slot, inverse):
         """O over the row sum, in 16 bit, to shared memory."""
         o = self._port.load(self._columns.o(q_tile))
         self._port.wait_ld()
+        if self._config.fixed_shift and not np.isfinite(o.values).all():
+            self._tiles.mark(tile)
         o = np.where(inverse[:, None] == 0, 0, o.values * inverse[:, None])
         slot.region.write(round_to_16_bit(o, self._config.bf16))
         self._machine.fence()
@@ -576,37 +631,56 @@ class Kernel:
     def spawn(self):
         """Add the roles' tasks; tensor memory is there from the start, and correction frees it."""
         held = [tmem.allocate(TMEM_COLUMNS) for tmem in self.tmems]
+        self.marks, self.barrier = set(), self._pass_barrier()
         for rank, cta in enumerate(self.ctas):
             self._spawn(rank, cta)
         self.machine.at_exit.insert(0, lambda: self._free(held))
 
+    def _pass_barrier(self):
+        """Where all roles meet that have been through all tiles; None without a fixed shift."""
+        if not self.call.config.fixed_shift:
+            return None
+        warps = sum(len(role.warps) for role in self.graph.roles)
+        if len(self.ctas) > 1:  # a task of each role in each CTA, but one ``mma``
+            tasks = len(self.ctas) * len(self.graph.roles) - 1
+            return ClusterBarrier(self.machine, "pass", tasks)
+        return NamedBarrier(self.machine, BARRIER_PASS, "pass", WARP * warps, WARP)
+
     def _spawn(self, rank, cta):
         """The roles of one CTA; the leader's ``mma`` is that of both."""
         machine, call, config = self.machine, self.call, self.call.config
-        roles, schedule, tiles = self.variation.roles, self.variation.roles(), call.tiles
+        roles, schedule = self.variation.roles, self.variation.roles()
         columns, stats = [Columns(tmem, config) for tmem in self.tmems], self._stats(rank)
         q, kv, o = (self.rings[name] for name in ("q", "kv", "o"))
+
+        def tiles(name):
+            warps = len(self.graph.role(name).warps)
+            return Tiles(call.tiles, self.barrier, warps, self.marks)
 
         def start(name, role, *arguments):
             (cta or machine).spawn(name, plain(role), schedule, *arguments)
 
-        start("load", roles.load, LoadOps(call, rank), tiles, q.producer(cta), kv.producer(cta))
+        ends = (q.producer(cta), kv.producer(cta))
+        start("load", roles.load, LoadOps(call, rank), tiles("load"), *ends)
         if rank == 0:
             consumers = {"q": q.consumer(cta, self.core), "kv": kv.consumer(cta, self.core)}
             ends = self._ends(cta, ("p0", "p1", "t0", "t1"), ("s0", "s1", "o0", "o1"), **consumers)
-            start("mma", roles.mma, MmaOps(config, self.core, columns, q.regions), tiles, ends)
+            ops = MmaOps(config, self.core, columns, q.regions)
+            start("mma", roles.mma, ops, tiles("mma"), ends)
         for i in (0, 1):
             port = TmemPort(self.tmems[rank], f"softmax{i}", range(4))
             ends = self._ends(cta, [f"{x}{i}" for x in "sf"], [f"{x}{i}" for x in "ptml"])
             ends = SimpleNamespace(**{name[0]: end for name, end in vars(ends).items()})
-            ops = SoftmaxOps(call, i, rank, columns[rank], port, stats[i])
-            start(f"softmax{i}", roles.softmax, ops, tiles, ends)
+            mine = tiles(f"softmax{i}")
+            ops = SoftmaxOps(call, (i, rank), columns[rank], port, stats[i], mine)
+            start(f"softmax{i}", roles.softmax, ops, mine, ends)
         waits, raises = ([f"{x}{i}" for x in names for i in (0, 1)] for names in ("mol", "pf"))
         ends = self._ends(cta, waits, raises, o=o.producer(cta))
         port = TmemPort(self.tmems[rank], "correction", range(4))
-        ops = CorrectionOps(machine, config, columns[rank], port, stats)
-        start("correction", roles.correction, ops, tiles, ends)
-        start("store", roles.store, StoreOps(machine, call, rank), tiles, o.consumer(cta))
+        mine = tiles("correction")
+        ops = CorrectionOps(machine, config, columns[rank], port, stats, mine)
+        start("correction", roles.correction, ops, mine, ends)
+        start("store", roles.store, StoreOps(machine, call, rank), tiles("store"), o.consumer(cta))
 
     def _free(self, held):
         """Free tensor memory knowing only what correction of each CTA knows at its end."""

@@ -156,14 +156,15 @@ class SoftmaxOps:
         self._put = work(chip, "factor", other=6, stall=stall)
         head = {"emulated": emulated, "degree": shape.degree}
         self._head = self._exponentials("exponentials", c.head, **head)
+        self._fixed_head = self._exponentials("exponentials", c.head, **head, clamps=4)
         self._tail = self._exponentials("exponentials", n - c.head, 0, 0)
         self._sum = work(chip, "row sum", fma=n / 2 + 3, other=2, stall=stall)
         self._finish = work(chip, "finish", mufu=2, other=STORE_LSE, stall=4 * stall)
 
-    def _exponentials(self, label, columns, emulated, degree):
+    def _exponentials(self, label, columns, emulated, degree, clamps=3):
         chip, pairs = self._machine.chip, emulated / 2
         return work(
-            chip, label, fma=columns / 2 + pairs * (3 + degree), alu=3 * emulated,
+            chip, label, fma=columns / 2 + pairs * (3 + degree), alu=clamps * emulated,
             mufu=columns - emulated, cvt=columns / 2, other=4, tmem=columns / 2,
             stall=chip.dependence + chip.tmem_latency,
         )  # fmt: skip
@@ -184,20 +185,21 @@ class SoftmaxOps:
             self._machine.spend(self._mask)
         return phase
 
-    def move_shift(self, scores, shift):
-        """The maximum, and whether the shift moves."""
-        self._machine.spend(self._max)
+    def move_shift(self, scores, shift, phase):
+        """The maximum, and whether the shift moves; with a fixed one neither."""
+        if not phase.fixed:
+            self._machine.spend(self._max)
         return None, None
 
     def put_factor(self, factor):
         """Tell correction."""
         self._machine.spend(self._put)
 
-    def exp_head(self, scores, shift):
+    def exp_head(self, scores, shift, phase):
         """First columns of P over S."""
-        self._machine.spend(self._head)
+        self._machine.spend(self._fixed_head if phase.fixed else self._head)
 
-    def exp_tail(self, scores, shift):
+    def exp_tail(self, scores, shift, phase):
         """Last columns of P over S."""
         self._machine.spend(self._tail)
 
@@ -239,7 +241,7 @@ class CorrectionOps:
         """A look."""
         self._machine.spend(self._look)
 
-    def finish_o(self, q_tile, slot, inverse):
+    def finish_o(self, tile, q_tile, slot, inverse):
         """O over the row sum, to shared memory."""
         self._machine.spend(self._finish)
 

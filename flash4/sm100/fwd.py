@@ -31,7 +31,14 @@ from flash4.common.numerics import LOG2E
 from flash4.common.shares import find_share
 from flash4.common.tiles import Grid, TileSchedule
 from flash4.common.varlen import Sequences, VarlenSchedule
-from flash4.sm100.fwd_config import ELEMENT_BYTES, MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT, ForwardConfig
+from flash4.sm100.fwd_config import (
+    ELEMENT_BYTES,
+    MARKS,
+    MMA_ROWS,
+    SMEM_ALIGN,
+    SMEM_LIMIT,
+    ForwardConfig,
+)
 from flash4.sm100.fwd_ends import CorrectionEnds, MmaEnds, Raise, SoftmaxEnds, Wait, open_ring
 from flash4.sm100.fwd_graph import TMEM_COLUMNS
 from flash4.sm100.fwd_ops import (
@@ -48,7 +55,7 @@ from flash4.sm100.fwd_ops import (
     make_mma_qk,
 )
 from flash4.sm100.fwd_roles import ForwardRoles
-from flash4.sm100.fwd_tiles import SequenceTiles
+from flash4.sm100.fwd_tiles import MarkedTiles, SequenceTiles
 from flash4.sm100.fwd_views import (
     packed_view,
     permuted_view,
@@ -79,6 +86,7 @@ class Memory:
     sO: cute.Tensor
     sStat: cute.Tensor
     share: object  # (4,) int32, of a worker's tiles; None without sequences of different lengths
+    marks: object  # (MARKS + 1,) int32, of tiles to work on again; None without a fixed shift
     tmem: object
 
 
@@ -292,7 +300,7 @@ class ForwardSm100:
         if warp == 0:
             for operand in operands:
                 cpasync.prefetch_descriptor(operand.atom)
-        memory = self._allocate(warp)
+        memory = self._allocate(warp, thread)
         if cutlass.const_expr(c.varlen):
             self._find_share(memory, run_time, grid, thread)
         work = (memory, run_time, grid, section, seqlens)
@@ -319,6 +327,13 @@ class ForwardSm100:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
+    @cute.jit
+    def _meet_passes(self, warp):
+        idle = warp >= self.graph.role("store").warps.stop
+        if idle | ((warp == self.graph.role("mma").warps.start) & (self._rank() != 0)):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
     def _find_share(self, memory, run_time, grid, thread):
         """Write what this CTA takes of the tiles of sequences to shared memory; all threads together."""
         threads = self.graph.threads
@@ -341,7 +356,10 @@ class ForwardSm100:
         if self.config.varlen:
             schedule = VarlenSchedule(blocks, grid, run_time.sequences, keeps_place=keeps_place)
             return SequenceTiles(schedule, memory.share)
-        return TileSchedule(blocks, grid, section, *self._worker(), *seqlens)
+        schedule = TileSchedule(blocks, grid, section, *self._worker(), *seqlens)
+        if self.config.fixed_shift:
+            return MarkedTiles(self.config, schedule, memory.marks)
+        return schedule
 
     def _worker(self):
         """Number of this CTA, or of its pair, and of all."""
@@ -356,7 +374,7 @@ class ForwardSm100:
         block, _, _ = cute.arch.block_idx()
         return block % self.config.ctas
 
-    def _allocate(self, warp):
+    def _allocate(self, warp, thread):
         """Shared memory, barriers and the ends of rings; all threads meet here."""
         graph, smem = self.graph, SmemAllocator()
         sizes = {b.name: b.nbytes for b in graph.buffers}
@@ -370,6 +388,10 @@ class ForwardSm100:
         first = smem.allocate_array(Int64, len(graph.signals))
         barriers = {signal.name: first + i for i, signal in enumerate(graph.signals)}
         self._init_signals(warp, barriers)
+        share = self._integers(base.get("share"), 4)
+        marks = self._integers(base.get("marks"), MARKS + 1)
+        if self.config.fixed_shift:
+            self._clear(marks, thread)
         ended = smem.allocate_array(Int64, 1) if self.config.ctas > 1 else None
         users = ("softmax0", "softmax1", "correction", "mma")
         tmem = TmemAllocator(
@@ -388,11 +410,21 @@ class ForwardSm100:
         stat = cute.make_tensor(
             cute.recast_ptr(base["stat"], dtype=Float32), cute.make_layout((MMA_ROWS, 2, 2))
         )
-        share = None
-        if self.config.varlen:
-            pointer = cute.recast_ptr(base["share"], dtype=Int32)
-            share = cute.make_tensor(pointer, cute.make_layout(4))
-        return Memory(rings, barriers, base["q"], base["kv"], base["kv"], sO, stat, share, tmem)
+        return Memory(
+            rings, barriers, base["q"], base["kv"], base["kv"], sO, stat, share, marks, tmem
+        )
+
+    @staticmethod
+    def _integers(pointer, count):
+        """Int32 tensor at a byte pointer; None where there is no such buffer."""
+        if pointer is None:
+            return None
+        return cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout(count))
+
+    @cute.jit
+    def _clear(self, marks, thread):
+        if thread <= MARKS:
+            marks[thread] = 0
 
     @cute.jit
     def _init_signals(self, warp, barriers: cutlass.Constexpr):
@@ -457,7 +489,9 @@ class ForwardSm100:
         memory.tmem.allocate(TMEM_COLUMNS)
         memory.tmem.wait_for_alloc()
         pointer = memory.tmem.retrieve_ptr(Float32)
-        ops = CorrectionOps(self.config, self.graph.tmem, pointer, memory.sStat, memory.sO, thread)
+        ops = CorrectionOps(
+            self.config, self.graph.tmem, tiles, pointer, memory.sStat, memory.sO, thread
+        )
         waits = ("m0", "m1", "o0", "o1", "l0", "l1")
         ends = CorrectionEnds(
             o=memory.rings["o"][0],

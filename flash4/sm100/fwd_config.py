@@ -30,9 +30,20 @@ CHUNK = 32  # columns of S that softmax converts and stores at a time
 MAX_HEAD_DIM, MAX_HEAD_DIM_V = 192, 128
 MAX_STAGES = 6
 STAT_BYTES = 2 * Q_TILES * MMA_ROWS * 4  # per row: the factor of O, and the inverse row sum
+LARGEST_TOTAL = 2.0**64  # row sum up to which P of a fixed shift is trusted, if O is finite too
+MARKS = 127  # marks of tiles to work on again: one per wave, modulo this, and one for all
+MARKS_BYTES = 4 * (MARKS + 1)
 SHARE_BYTES = 16  # of the tiles of sequences: first and last
-REGISTERS = (200, 64, 48)  # softmax, correction, the others
+REGISTERS = (192, 80, 48)  # softmax, correction, the others
+FEATURE_REGISTERS = (
+    200,
+    64,
+    48,
+)  # windows, mods, sequences and the like keep more beside a row of S
 PAIRED_DIM_V = 128  # halves of V are one group of columns under the swizzle
+PAIRED_CAUSAL = (
+    8_192  # queries from which on a pair's hidden blocks cost less than it gains, by the clock
+)
 PAIRED_WASTE = 1.05  # rows that a pair may pad in excess of what one CTA would
 PACKS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -56,6 +67,8 @@ class ForwardConfig:
         o_slots: tiles of O that wait in shared memory for their store.
         poly: exponentials of every 16 that the FMA units compute, instead of the special function unit; even.
         head: columns of P that P V may begin with, before the last ones are there.
+        fixed_shift: in blocks without a mask the softmax shift stays what it is, unlooked at. A tile with a row that
+            outgrew it is worked on again, at the end, with a look at every block.
         left: a window limits the keys before a query's own position; its side is a run-time value.
         right: a window limits the keys after it, and lets some through (none is ``causal``).
         softcap: scores are capped: cap * tanh(scale * score / cap), with the cap a run-time value.
@@ -82,6 +95,7 @@ class ForwardConfig:
     o_slots: int = 2
     poly: int = 4
     head: int = 96
+    fixed_shift: bool = False
     left: bool = False
     right: bool = False
     softcap: bool = False
@@ -116,6 +130,12 @@ class ForwardConfig:
             raise ValueError(f"head is {self.head}; multiples of {CHUNK} below {self.tile_n}")
         if self.pack not in PACKS:
             raise ValueError(f"pack is {self.pack}; supported are {PACKS}")
+        if self.fixed_shift and not self.bf16:
+            raise ValueError("fixed_shift needs bf16: P would leave the range of float16")
+        if self.fixed_shift and (self.varlen or self.score_mod or self.mask_mod):
+            raise ValueError(
+                "fixed_shift needs sequences of one length, and no mods: each row sees a masked key"
+            )
         if self.ctas not in (1, 2) or self.ctas == 2 and self.tile_dv % (2 * COLUMN_STEP):
             raise ValueError(
                 f"ctas is {self.ctas}, tile_dv {self.tile_dv}: 1, or 2 where halves of V are multiples of {COLUMN_STEP}"
@@ -127,6 +147,12 @@ class ForwardConfig:
     def varlen(self) -> bool:
         """Sequences differ in length."""
         return self.cu_q or self.cu_k or self.used_q or self.used_k
+
+    @property
+    def featured(self) -> bool:
+        """Softmax has more to do than a plain mask."""
+        given = (self.left, self.right, self.softcap, self.sink, self.natural, self.mask_mod)
+        return any(given) or self.varlen
 
     @property
     def natural(self) -> bool:
@@ -193,15 +219,23 @@ class ForwardConfig:
         """
         blocks, lengths, count = tiles.blocks, tiles.lengths(tile), tile.n_blocks
         if not (self.left or blocks.ends_early):
-            return (Phase(0, 1, True), Phase(1, count, False))
+            return (Phase(0, 1, True), *self._unmasked_phases(tile, 1, count))
         first_query, end, cut = self.first_query(tile, part), tile.first_block + count, 1
         if blocks.ends_early:
             cut = imax(end - blocks.unmasked(first_query, *lengths), 1)
         if not self.left:
-            return (Phase(0, cut, True), Phase(cut, count, False))
+            return (Phase(0, cut, True), *self._unmasked_phases(tile, cut, count))
         last_query, cut = first_query + MMA_ROWS // self.pack - 1, imin(cut, count)
         late = imin(imax(end - blocks.unmasked_from(last_query, *lengths), cut), count)
-        return (Phase(0, cut, True), Phase(cut, late, False), Phase(late, count, True))
+        unmasked = self._unmasked_phases(tile, cut, late)
+        return (Phase(0, cut, True), *unmasked, Phase(late, count, True))
+
+    def _unmasked_phases(self, tile, begin, end) -> tuple[Phase, ...]:
+        """With a fixed shift the first time, if the config says so, and none the second time."""
+        if not self.fixed_shift:
+            return (Phase(begin, end, False),)
+        cut = end - tile.again * imax(end - begin, 0)
+        return (Phase(begin, cut, False, fixed=True), Phase(cut, end, False))
 
     @property
     def kv_columns(self) -> int:
@@ -241,7 +275,7 @@ class ForwardConfig:
     @property
     def graph(self) -> Graph:
         """Roles, rings, signals and memory."""
-        softmax, corrections, others = REGISTERS
+        softmax, corrections, others = FEATURE_REGISTERS if self.featured else REGISTERS
         soft = (Role("softmax0", range(0, 4), softmax), Role("softmax1", range(4, 8), softmax))
         correction = Role("correction", range(8, 12), corrections)
         mma = Role("mma", range(12, 13), others)
@@ -262,6 +296,7 @@ class ForwardConfig:
                 Buffer("o", self.o_slots * self.o_bytes),
                 Buffer("stat", STAT_BYTES),
                 *([Buffer("share", SHARE_BYTES)] if self.varlen else []),
+                *([Buffer("marks", MARKS_BYTES)] if self.fixed_shift else []),
             ),
             tmem=TmemMap(self.tile_n, self.tile_dv),
             ctas=self.ctas,
@@ -321,11 +356,33 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
         "used_q": problem.used_q,
         "used_k": problem.used_k,
     }
+    fields["fixed_shift"], why_shift = choose_shift(fields)
     config, why_memory = spend_memory(fields)
     share = (
         f"{config.poly} of 16 exponentials on the FMA units: the special function unit is the limit"
     )
-    return config, (why_ctas, why_memory, share, why_pack)
+    return config, (why_ctas, why_memory, why_shift, share, why_pack)
+
+
+def choose_shift(fields: dict) -> tuple[bool, str]:
+    """Whether the softmax shift is fixed in blocks without a mask, and the reason."""
+    if not fields["bf16"]:
+        return False, "the softmax shift follows the maximum: P would leave the range of float16"
+    special = (
+        "left",
+        "right",
+        "alibi",
+        "score_mod",
+        "mask_mod",
+        "cu_q",
+        "cu_k",
+        "used_q",
+        "used_k",
+    )
+    if any(fields[name] for name in special):
+        return False, "the softmax shift follows the maximum, as with all but plain masks"
+    why = "a fixed softmax shift in blocks without a mask; what outgrows it is done again"
+    return True, why
 
 
 def choose_ctas(problem, tile_d: int, tile_dv: int, pack: int) -> tuple[int, str]:

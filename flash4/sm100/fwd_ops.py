@@ -16,7 +16,7 @@ from flash4.common import mods, numerics
 from flash4.common.geometry import imax, imin
 from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
-from flash4.sm100.fwd_config import CHUNK, KEY_STEP, MMA_ROWS, ForwardConfig
+from flash4.sm100.fwd_config import CHUNK, KEY_STEP, LARGEST_TOTAL, MMA_ROWS, ForwardConfig
 from flash4.sm100.fwd_exp import exp2_on_fma
 from flash4.sm100.fwd_views import WRAP
 
@@ -388,8 +388,10 @@ class SoftmaxOps:
         if first_key + self.config.tile_n > self.tiles.lengths(tile)[1]:
             self._mask(tile, first_key, scores)
 
-    def move_shift(self, scores, shift):
+    def move_shift(self, scores, shift, phase):
         """(new shift, factor of O and of the sum); the shift moves only once the maximum outgrew it by 2^8."""
+        if phase.fixed:
+            return shift, Float32(1.0)
         row_max = numerics.max_float([scores[j] for j in range(self.config.tile_n)])
         new = cute.arch.fmax(shift, row_max)
         # A row without a key yet: -inf - -inf would be NaN; its factor is exp2(-inf - 0) = 0.
@@ -405,22 +407,22 @@ class SoftmaxOps:
         """Tell correction."""
         self.sStat[self.thread, 0, self.q_tile] = factor
 
-    def exp_head(self, scores, shift):
+    def exp_head(self, scores, shift, phase):
         """First columns of P over S; the exponentials replace the scores in registers."""
-        self._exp(scores, shift, 0, self.config.head)
+        self._exp(scores, shift, range(0, self.config.head, 2), phase)
 
-    def exp_tail(self, scores, shift):
+    def exp_tail(self, scores, shift, phase):
         """Last columns of P, all by the special function unit: the tensor core waits for them."""
-        self._exp(scores, shift, self.config.head, self.config.tile_n)
+        self._exp(scores, shift, range(self.config.head, self.config.tile_n, 2), phase)
 
-    def _exp(self, scores, shift, begin, end):
+    def _exp(self, scores, shift, columns, phase):
         c = self.config
         scale, offset = self.scale_log2, -finite(shift) * self.scale_log2
-        for j in range(begin, end, 2):
+        for j in columns:
             pair = (scores[j], scores[j + 1])
             pair = cute.arch.fma_packed_f32x2(pair, (scale, scale), (offset, offset))
             if j % 16 >= 16 - c.poly and j < c.head:
-                pair = exp2_on_fma(*pair)
+                pair = exp2_on_fma(*pair, bounded=not phase.fixed)
             else:
                 pair = tuple(cute.math.exp2(x, fastmath=True) for x in pair)
             scores[j], scores[j + 1] = pair
@@ -498,9 +500,14 @@ class SoftmaxOps:
             lse = self._with_sink(place, shift, total)[0]
         if cutlass.const_expr(c.varlen):
             lse = cutlass.select_(unused, -Float32.inf, lse)
-        if (query < place.stored_q) & (head_in_kv < heads_per_kv):
+        exists = (query < place.stored_q) & (head_in_kv < heads_per_kv)
+        if exists:
             head = place.head_kv * heads_per_kv + head_in_kv
             mLSE[place.batch_q, head, place.row_q + query] = lse
+        if cutlass.const_expr(c.fixed_shift):
+            trusted = total <= LARGEST_TOTAL
+            if exists & (not trusted):
+                self.tiles.mark(tile)
 
 
 def finite(shift):
@@ -514,6 +521,7 @@ class CorrectionOps:
 
     config: cutlass.Constexpr
     tmem: cutlass.Constexpr
+    tiles: object
     pointer: object  # to tensor memory
     sStat: cute.Tensor  # (128 rows, 2 values, 2 tiles) float32
     sO: cute.Tensor  # (128, tile_dv, o_slots)
@@ -547,9 +555,12 @@ class CorrectionOps:
                 cute.copy(store, o, target)
             cute.arch.fence_view_async_tmem_store()
 
-    def finish_o(self, q_tile, slot, inverse):
-        """O over the row sum, in 16 bit, to shared memory. Selected, not multiplied by 0, where there is no key."""
-        c = self.config
+    def finish_o(self, tile, q_tile, slot, inverse):
+        """O over the row sum, in 16 bit, to shared memory. Selected, not multiplied by 0, where there is no key.
+
+        With a fixed shift O must be finite, or else the tile is worked on again: 0 times finite numbers adds up to 0.
+        """
+        c, zeros = self.config, (Float32(0.0), Float32(0.0))
         # Opaque: ptxas would keep the swizzled addresses of all pieces of the row in registers around the loop.
         thread = numerics.opaque(self.thread)
         empty = inverse == 0.0
@@ -558,6 +569,10 @@ class CorrectionOps:
             o = cute.make_rmem_tensor(cute.make_layout(((CHUNK, 1), 1, 1)), Float32)
             cute.copy(load, tOtO, o)
             cute.arch.fence_view_async_tmem_load()
+            if c.fixed_shift:
+                for j in range(0, CHUNK, 2):
+                    pair = (o[j], o[j + 1])
+                    zeros = cute.arch.fma_packed_f32x2(pair, (0.0, 0.0), zeros)
             for j in range(CHUNK):
                 o[j] = cutlass.select_(empty, Float32(0.0), o[j] * inverse)
             rounded = cute.make_rmem_tensor(cute.make_layout(CHUNK), element(c))
@@ -570,6 +585,13 @@ class CorrectionOps:
                 piece = cute.make_tensor(rounded.iterator + j, cute.make_layout((1, PIECE)))
                 cute.autovec_copy(piece, cute.local_tile(row, (1, PIECE), (0, j // PIECE)))
         cute.arch.fence_view_async_shared()
+        if c.fixed_shift:
+            self._mark_unless(zeros[0] + zeros[1] == 0.0, tile)
+
+    @cute.jit
+    def _mark_unless(self, finite, tile):
+        if not finite:
+            self.tiles.mark(tile)
 
 
 @dataclass(frozen=True)

@@ -102,16 +102,16 @@ class ForwardRoles:
         tile = tiles.first()
         while tile.valid:
             row_shift, row_sum = ops.begin(tile)
-            for phase in ops.phases(tile):  # masked blocks, then the others: unrolled
+            for phase in ops.phases(tile):  # masked blocks, and others: unrolled
                 for i in range(phase.begin, phase.end):
                     s_signal.wait()
                     scores = ops.load_s(tile, tile.n_blocks - 1 - i, phase)  # S to registers
-                    row_shift, factor = ops.move_shift(scores, row_shift)
+                    row_shift, factor = ops.move_shift(scores, row_shift, phase)
                     ops.put_factor(factor)
                     m_signal.post()
-                    ops.exp_head(scores, row_shift)
+                    ops.exp_head(scores, row_shift, phase)
                     p_signal.post()
-                    ops.exp_tail(scores, row_shift)
+                    ops.exp_tail(scores, row_shift, phase)
                     t_signal.post()
                     row_sum = ops.add_sum(scores, row_sum, factor)
             f_signal.wait()  # the last tile's has been read
@@ -147,14 +147,14 @@ class ForwardRoles:
             f0_signal.post()
             o_slot = o_producer.acquire_and_advance()
             o0_signal.wait()
-            ops.finish_o(0, o_slot, inverse)
+            ops.finish_o(tile, 0, o_slot, inverse)
             o_slot.commit()
             l1_signal.wait()
             inverse = ops.get_inverse(1)
             f1_signal.post()
             o_slot = o_producer.acquire_and_advance()
             o1_signal.wait()
-            ops.finish_o(1, o_slot, inverse)
+            ops.finish_o(tile, 1, o_slot, inverse)
             o_slot.commit()
             tile = tiles.next(tile)
 
