@@ -1,7 +1,7 @@
 """How long a Blackwell forward takes: its own roles and tile schedule, with verbs that cost time and compute nothing.
 
 Counts are instructions of one warp, which has a quarter of an SM to itself and to a warp of each of the other warpgroups.
-A pair of CTAs is one of them: its peer does the same at the same time. Masks cost what they cost the vector units.
+A pair of CTAs is one of them: its peer does the same at the same time. What caps, slopes and mods do costs nothing here.
 """
 
 import heapq
@@ -16,6 +16,8 @@ from flash4.sim.clock import ClockedMachine, Work
 from flash4.sim.cluster import lane_called
 from flash4.sim.memory import Region, Space
 from flash4.sim.signals import Edges, Signal, SignalSpec, TmaRing, TmaRingSpec
+from flash4.sim.sm90_fwd_clock import busiest, visible_pairs
+from flash4.sim.timing import Timing
 from flash4.sm100.fwd_config import ELEMENT_BYTES, KEY_STEP, MMA_ROWS, ForwardConfig
 from flash4.sm100.fwd_graph import LEADER, THREADS, UMMA
 from flash4.sm100.fwd_roles import ForwardRoles
@@ -181,7 +183,7 @@ class SoftmaxOps:
     def load_s(self, tile, n_block, phase):
         """S to registers, and its mask."""
         self._machine.spend(self._load)
-        if phase.masked and self._config.causal:
+        if phase.masked and (self._config.causal or self._config.left or self._config.right):
             self._machine.spend(self._mask)
         return phase
 
@@ -337,11 +339,27 @@ class _Remote:
     def post(self):
         """Arrive, later."""
         machine = self._machine
-        machine.at(machine.now + machine.chip.remote, self._arrive)
+        machine.at(machine.now + machine.chip.remote, self._end.post)
 
-    def _arrive(self):
-        barrier = self._end._barrier
-        barrier.arrive(1)
+
+def time_forward(
+    plan, chip: TensorMemoryChip, roles=ForwardRoles, latest=float("inf"), window=(None, None)
+) -> Timing:
+    """Run the worker with the most to do under the clock.
+
+    Args:
+        plan: of the call.
+        chip: rates.
+        roles: class of the role functions.
+        latest: cycle after which no spans are kept.
+        window: its sides, where the config has them.
+    """
+    problem, config = plan.problem, plan.config
+    schedule = plan.schedule(chip.sms, *window)
+    tiles = replace(schedule, start=busiest(schedule))
+    machine = time_tiles(shape_of(config, roles), chip, tiles, latest)
+    flops = 2 * visible_pairs(problem, schedule) * (problem.head_dim + problem.head_dim_v)
+    return Timing(machine, chip, schedule.step * config.ctas, flops)
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,19 @@
 What is public of it: two Q tiles, a ring that K and V share, S and P in the same columns of tensor memory, P handed over as
 three quarters and a rest, a row's sum taken after P is out, a correction warpgroup that rescales O where a maximum grew by
 2^8. Without a mask pairs of persistent CTAs; with one, single CTAs of one tile each, the longest first. Softmax, correction
-and store are then those of our own roles; load and mma take K and V block by block.
+and store are then those of our own roles, with a look at every maximum.
+
+``python -m flash4.sim.sm100_published`` prints published speeds, what the model makes of them, and of our own kernel.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass.cute as cute
 
-from flash4.sm100.fwd_config import ForwardConfig
+from flash4.problem import AttentionProblem
+from flash4.sim.chips import B200, TensorMemoryChip
+from flash4.sim.sm100_fwd_clock import Call, Shape, costs_of, shape_of, tflops
+from flash4.sm100.fwd_config import ForwardConfig, choose_config
 from flash4.sm100.fwd_roles import ForwardRoles
 
 
@@ -122,3 +127,51 @@ def published(tile_d: int, tile_dv: int, causal: bool) -> Published:
         o_slots=1 if tile_d == 192 else 2,
     )  # fmt: skip
     return Published(config, emulated.get((tile_d, causal), 16), not causal)
+
+
+# Speeds that were published for it on a B200, TFLOP/s: FA4's paper (d 128, and 192 with 128) and pull request 2605 (d 64).
+SPEEDS = (
+    (Call(8_192, 128, 128, False), 1_579),
+    (Call(32_768, 128, 128, False), 1_613),
+    (Call(8_192, 128, 128, True), 1_426),
+    (Call(32_768, 128, 128, True), 1_576),
+    (Call(8_192, 192, 128, True), 1_506),
+    (Call(32_768, 192, 128, True), 1_654),
+    (Call(8_192, 64, 64, False), 863),
+    (Call(16_384, 64, 64, False), 879),
+    (Call(8_192, 64, 64, True), 797),
+    (Call(16_384, 64, 64, True), 852),
+)
+CUBIC = 3
+
+
+def published_tflops(call: Call, chip: TensorMemoryChip) -> float:
+    """Speed of the published schedule in the model."""
+    kernel = published(call.head_dim, call.head_dim_v, call.causal)
+    shape = Shape(kernel.config, PublishedRoles, kernel.emulated, CUBIC)
+    return tflops(call, shape, costs_of(shape, chip), chip, kernel.persistent)
+
+
+def our_tflops(call: Call, chip: TensorMemoryChip, **changes) -> float:
+    """Speed of our own kernel in the model, with the config that the call gets, changed."""
+    import torch
+
+    sizes = (call.heads, call.seqlen, call.seqlen, 1, 1, call.head_dim, call.head_dim_v)
+    config = choose_config(AttentionProblem(torch.bfloat16, *sizes, call.causal))[0]
+    shape = shape_of(replace(config, **changes))
+    return tflops(call, shape, costs_of(shape, chip), chip)
+
+
+def main():
+    """Print published speeds, what the model makes of that schedule, and what of ours."""
+    print("seqlen  head dims  mask    published  model         ours")
+    for call, speed in SPEEDS:
+        theirs, ours = published_tflops(call, B200), our_tflops(call, B200)
+        print(
+            f"{call.seqlen:6}  {call.head_dim:4}/{call.head_dim_v:<4}  {'causal' if call.causal else 'full':6}"
+            f"  {speed:9}  {theirs:5.0f} {theirs / speed - 1:+6.1%}  {ours:5.0f} {ours / theirs:6.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -389,10 +389,15 @@ def choose_ctas(problem, tile_d: int, tile_dv: int, pack: int) -> tuple[int, str
     """CTAs that work on a tile together, and the reason."""
     if tile_dv != PAIRED_DIM_V or tile_d < PAIRED_DIM_V:
         return 1, "one CTA per tile: halves of a block of K and V would be too narrow"
-    if problem.causal or problem.window_left or problem.window_right:
+    if problem.window_left or problem.window_right:
         return (
             1,
-            "one CTA per tile: with a mask, a pair's tile of twice the rows visits more hidden blocks",
+            "one CTA per tile: in a window a pair's tile of twice the rows visits hidden blocks",
+        )
+    if problem.causal and tile_d == PAIRED_DIM_V and problem.seqlen_q < PAIRED_CAUSAL:
+        return (
+            1,
+            f"one CTA per tile: below {PAIRED_CAUSAL} queries a pair's hidden blocks cost more",
         )
     if problem.varlen:
         return 1, "one CTA per tile: sequences may be shorter than a pair's rows"
