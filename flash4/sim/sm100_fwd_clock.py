@@ -50,30 +50,22 @@ def shape_of(config: ForwardConfig, roles: type = ForwardRoles) -> Shape:
     return Shape(config, roles, config.head * config.poly // 16, 4)
 
 
-def work(chip, label: str, *, fma=0.0, alu=0.0, mufu=0.0, cvt=0.0, other=0.0, tmem=0.0, stall=0.0):
+def work(chip, label: str, stall: float = 0.0, **counts: float) -> Work:
     """Work of each warp of a warpgroup.
 
     Args:
         chip: rates.
         label: of the work.
-        fma: packed float instructions.
-        alu: maxima and integer instructions.
-        mufu: exponentials.
-        cvt: conversions of pairs.
-        other: instructions of no unit that matters.
-        tmem: columns to or from tensor memory.
         stall: cycles in which the warp only waits.
+        counts: instructions by kind: packed float ones ``fma``, maxima and integers ``alu``, exponentials ``mufu``,
+            conversions of pairs ``cvt``, others ``other``; and columns to or from tensor memory, ``tmem``.
     """
-    use = {
-        "issue": fma + alu + mufu + cvt + other + tmem / 32,
-        "fma": fma / chip.fma,
-        "alu": alu / chip.alu,
-        "mufu": mufu / chip.mufu,
-        "cvt": cvt / chip.cvt,
-        "tmem": tmem / chip.tmem_columns,
-    }
-    use = {unit: amount for unit, amount in use.items() if amount}
-    return Work(label, max(use.values(), default=0.0) + stall, use)
+    rates = {"fma": chip.fma, "alu": chip.alu, "mufu": chip.mufu, "cvt": chip.cvt}
+    use = {kind: counts[kind] / rate for kind, rate in rates.items() if counts.get(kind)}
+    use["issue"] = sum(n / 32 if kind == "tmem" else n for kind, n in counts.items())
+    if counts.get("tmem"):
+        use["tmem"] = counts["tmem"] / chip.tmem_columns
+    return Work(label, max(use.values()) + stall, use)
 
 
 class LoadOps:
