@@ -68,7 +68,7 @@ class Plan:
             raise ValueError(
                 "lengths of sequences are known on the GPU only: tiles are shared out there"
             )
-        workers = min(workers, self.grid.total)
+        workers = min(workers // self.config.ctas, self.grid.total)
         return TileSchedule(blocks, self.grid, self.section, 0, workers, p.seqlen_q, p.seqlen_k)
 
     def __str__(self):
@@ -214,7 +214,7 @@ def plan_forward(problem: AttentionProblem, arch: str, workers: int) -> Plan:
         arch=arch,
         config=config,
         grid=grid,
-        section=choose_section(problem, config, grid, workers),
+        section=choose_section(problem, config, grid, workers // config.ctas),
         reasons=reasons,
         rejected=tuple(rejected),
     )

@@ -149,6 +149,11 @@ class ForwardConfig:
             )
 
     @property
+    def ctas(self) -> int:
+        """CTAs that work on a tile together."""
+        return 1
+
+    @property
     def mma_warpgroups(self) -> int:
         """Warpgroups of the ``mma`` role of one CTA."""
         return self.tile_warpgroups // self.cluster
