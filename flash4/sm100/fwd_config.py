@@ -91,6 +91,11 @@ class ForwardConfig:
         return Q_TILES * MMA_ROWS
 
     @property
+    def cluster(self) -> int:
+        """CTAs that work on one tile."""
+        return 1
+
+    @property
     def tile_q(self) -> int:
         """Queries of one CTA's tile."""
         return self.tile_m // self.pack

@@ -333,8 +333,8 @@ class ForwardConfig:
             roles=(load, mma),
             rings=(
                 Ring("q", load, mma, self.q_stages, self.q_bytes),
-                Ring("k", load, mma, self.stages, self.k_bytes),
-                Ring("v", load, mma, self.stages, self.v_bytes),
+                Ring("k", load, mma, self.stages, self.k_bytes, self.cluster),
+                Ring("v", load, mma, self.stages, self.v_bytes, self.cluster),
             ),
             buffers=tuple(buffers),
         )
