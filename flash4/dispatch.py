@@ -20,11 +20,16 @@ BACKWARD_KERNELS = (("sm90-bwd", "flash4.sm90.bwd:BackwardSm90", "sm_90a", sm90_
 ARCHITECTURES = {(9, 0): "sm_90a"}  # compute capability -> compile target
 NEVER_RUN = {(10, 0): "Blackwell"}  # kernels compile and are simulated, but nobody has run one
 
-L2_SECTION_BYTES = 32 << 20  # K and V of the heads in one section; L2 is 50 MB, on an H200 60
+L2_BYTES = (
+    24 << 20
+)  # K and V that stay in L2 while a section runs, of its 50 MB; measured by HBM traffic
+HBM_BYTES, CALL_FLOPS = 4.2e12, 7e14  # of an H200, per second; a rough guess will do
+HBM_WEIGHT = (
+    0.2  # time that a call loses per share of HBM's bandwidth that it takes: power, above all
+)
 MIN_SECTION = 3  # fewer heads at a time, and too many workers read the same lines of L2
 MAX_TILES = 2**31 - 1  # tile numbers are int32 in the kernel
 MODELLED_TILES = 16_384  # beyond that the last wave does not matter
-MODELLED_SECTIONS = 16
 CAUSAL_BACKWARD_SECTION = 16  # heads whose tiles, longest first, balance well and still share L2
 
 
@@ -298,9 +303,8 @@ def gradient_obstacle(problem: AttentionProblem) -> str | None:
 
 
 def choose_section(problem: AttentionProblem, config, grid: Grid, workers: int) -> int:
-    """Heads per section of the tile schedule: what L2 can hold, and of that what balances best.
+    """Heads per section of the tile schedule: what costs least by a model of balance and of traffic to HBM.
 
-    A section is cheap on memory if L2 holds its K and V, or if at least three workers at a time read the same head.
     Without a mask all tiles cost the same, and a section of about one wave reads every K and V once. So it is with a
     window that limits the left side. Without that, one that limits the right side is taken for a causal mask: its size
     is known at run time only.
@@ -310,12 +314,35 @@ def choose_section(problem: AttentionProblem, config, grid: Grid, workers: int) 
         return grid.head_count
     if problem.window_left or not (problem.causal or problem.window_right):
         return min(grid.head_count, max(MIN_SECTION, -(-workers // grid.m_blocks)))
-    bytes_per_head = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // grid.groups
-    largest = min(grid.head_count, max(1, workers // 3, L2_SECTION_BYTES // max(1, bytes_per_head)))
+    largest = min(grid.head_count, max(1, workers // MIN_SECTION))
     if grid.total > MODELLED_TILES:
-        return largest
-    step = max(1, largest // MODELLED_SECTIONS)
+        return max(1, min(largest, L2_BYTES // _bytes_per_head(problem, grid)))
     blocks = KvBlocks(config.tile_q, config.tile_n, causal=True)
     schedule = TileSchedule(blocks, grid, 1, 0, workers, problem.seqlen_q, problem.seqlen_k)
-    candidates = range(largest, 0, -step)
-    return min(candidates, key=lambda section: replace(schedule, section=section).imbalance())
+    # As many workers to each head: waves begin and end with whole heads.
+    candidates = {largest} | {workers // k for k in range(MIN_SECTION, workers + 1)}
+
+    def cost(section):
+        balance = replace(schedule, section=section).imbalance()
+        return balance * (1 + HBM_WEIGHT * _hbm_share(problem, grid, section, workers))
+
+    return min((s for s in candidates if s <= largest), key=lambda s: (cost(s), -s))
+
+
+def _bytes_per_head(problem: AttentionProblem, grid: Grid) -> int:
+    """Bytes of K and V of a head of the grid: groups of query heads share them."""
+    columns = problem.head_dim + problem.head_dim_v
+    return max(1, 2 * problem.seqlen_k * columns // grid.groups)
+
+
+def _hbm_share(problem: AttentionProblem, grid: Grid, section: int, workers: int) -> float:
+    """Share of HBM's bandwidth that K and V of a causal call take, if ``section`` heads run together.
+
+    What fits L2 is read once. What does not is read anew by every tile, but for those at work on the same head.
+    """
+    nbytes, reads = grid.head_count * _bytes_per_head(problem, grid), 1.0
+    if section * _bytes_per_head(problem, grid) > L2_BYTES:
+        reads = max(1.0, grid.m_blocks / 2 * section / workers)
+    pairs = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k / 2
+    seconds = 2 * pairs * (problem.head_dim + problem.head_dim_v) / CALL_FLOPS
+    return nbytes * reads / seconds / HBM_BYTES

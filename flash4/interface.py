@@ -329,7 +329,8 @@ def flash_attn_func(
         alibi_slopes: (heads_q,) or (batch, heads_q), float32 or 16 bit (converted to float32): scaled and capped scores
             lose slope * |p - j|.
         dropout_p: not supported yet.
-        deterministic: the forward is bitwise repeatable whatever this says; it governs gradients.
+        deterministic: the forward is bitwise repeatable whatever this says. Gradients of k and v always are, that of q is not:
+            True, or None under ``torch.use_deterministic_algorithms``, is refused where a gradient is needed.
         num_splits: parts that the keys of one query are split into; only 1 is supported yet, and 0 chooses it.
         pack_gqa: whether query heads that share a KV head share tiles; None chooses by the number of tiles.
         q_descale: not supported yet.
@@ -397,7 +398,8 @@ def flash_attn_varlen_func(
         block_mask: not supported yet.
         alibi_slopes: (heads_q,) or (batch, heads_q) slopes of the distance between query and key.
         dropout_p: not supported yet.
-        deterministic: the forward is bitwise repeatable whatever this says; it governs gradients.
+        deterministic: the forward is bitwise repeatable whatever this says. Gradients of k and v always are, that of q is not:
+            True, or None under ``torch.use_deterministic_algorithms``, is refused where a gradient is needed.
         num_splits: only 1 is supported yet, and 0 chooses it.
         pack_gqa: whether query heads that share a KV head share tiles; None chooses by the mean length.
         q_descale: not supported yet.

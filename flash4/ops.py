@@ -1,6 +1,7 @@
 """Execution of planned calls, as PyTorch operators. No policy: plans come from ``dispatch``."""
 
 import functools
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +21,7 @@ from flash4.problem import LENGTHS, AttentionProblem, CallOptions, check_call, p
 ALIGNMENT = 16  # bytes; of addresses and strides that TMA takes
 MAX_LAUNCHES = 8_192
 REDONE = "redone"  # name of the counter among a kernel's optional tensors
+LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -295,19 +297,17 @@ class BackwardLaunch:
         prepare: compiled kernel before the main one.
         main: compiled kernel.
         finish: compiled kernel after it.
+        config: of the main kernel.
         section: heads per section of the tile schedule.
         query_blocks: blocks of queries of each head.
-        tile_m: queries of a block.
-        tile_d: head dim of dQ, padded.
     """
 
     prepare: object
     main: object
     finish: object
+    config: object
     section: int
     query_blocks: int
-    tile_m: int
-    tile_d: int
 
 
 _backward_launches: dict[tuple, BackwardLaunch | None] = {}
@@ -326,8 +326,7 @@ def _backward_launch_for(q, k, v, options: CallOptions, dlse: bool) -> BackwardL
         plan = plan_backward(problem, *device_facts(q.device.index), dlse)
         with torch.cuda.device(q.device):
             functions = [CACHE.get(*kernel) for kernel in plan.kernels]
-        sizes = (plan.query_blocks, plan.config.tile_m, plan.config.tile_d)
-        launch = BackwardLaunch(*functions, plan.section, *sizes)
+        launch = BackwardLaunch(*functions, plan.config, plan.section, plan.query_blocks)
     if len(_backward_launches) >= MAX_LAUNCHES:
         _backward_launches.clear()
     _backward_launches[key] = launch
@@ -339,38 +338,68 @@ def empty_gradients(q, k, v):
     return tuple(empty_output(x, x.shape[-1]) for x in (q, k, v))
 
 
-def run_backward(dout, dlse, q, k, v, out, lse, options: CallOptions):
-    """Gradients (dq, dk, dv) of a call.
+def run_backward(dout, dlse, inputs, out, lse, options: CallOptions):
+    """Gradients (dq, dk, dv, dsink) of a call; the last is empty if it has no sinks.
 
     Args:
         dout: gradient of out, any strides.
         dlse: gradient of lse, or None.
-        q: as the call was given it, as k and v.
-        k: keys.
-        v: values.
+        inputs: q, k and v as the call was given them.
         out: result of the call.
         lse: log-sum-exp of the call.
         options: of the call.
     """
-    launch = _backward_launch_for(q, k, v, options, dlse is not None)
-    gradients = empty_gradients(q, k, v)
+    launch = _backward_launch_for(*inputs, options, dlse is not None)
+    gradients, sink = empty_gradients(*inputs), options.sink
     if launch is None:
         for gradient in gradients:
             gradient.zero_()
-        return gradients
+        return *gradients, _gradient_without_keys(dlse, lse, sink)
     dq, dk, dv = (addressable_out(gradient) for gradient in gradients)
-    q, k, v, out, dout = (addressable(x) for x in (q, k, v, out, dout))
-    rows = (q.shape[0], q.shape[2], launch.query_blocks)  # batch, heads, blocks
-    statistics = q.new_empty((2, *rows[:2], rows[2] * launch.tile_m), dtype=torch.float32)
-    sums = q.new_empty((*rows, launch.tile_m * launch.tile_d), dtype=torch.float32)
+    q, k, v, out, dout = (addressable(x) for x in (*inputs, out, dout))
+    config, rows = launch.config, (q.shape[0], q.shape[2], launch.query_blocks)
+    statistics = q.new_empty((2, *rows[:2], rows[2] * config.tile_m), dtype=torch.float32)
+    sums = q.new_empty((*rows, config.tile_m * config.tile_d), dtype=torch.float32)
     prepared = (out, dout, lse.contiguous(), *statistics, sums)
     prepared += () if dlse is None else (dlse,)
-    scale = options.softmax_scale
+    tensors = (q, k, v, dout, *statistics, sums, dk, dv)
+    tensors += tuple(_optional_tensor(n, options, q.shape[0]) for n in config.optional_tensors)
     with torch.cuda.device(q.device):
         launch.prepare(prepared)
-        launch.main((q, k, v, dout, *statistics, sums, dk, dv), scale, launch.section)
-        launch.finish(sums, dq, scale)
-    return gradients
+        launch.main(tensors, _backward_numbers(config.numbers, options), launch.section)
+        launch.finish(sums, dq, options.softmax_scale)
+    return *gradients, _gradient_of_sink(statistics, sink, out)
+
+
+def _backward_numbers(names: tuple[str, ...], options: CallOptions) -> tuple:
+    """Values of the numbers that a backward kernel takes; the scale keeps its sign."""
+    scale, cap = options.softmax_scale, options.softcap
+    values = {
+        "scale": scale,
+        "cap": cap,
+        "cap_scale": scale / cap if cap else None,
+        "left": options.window_left,
+        "right": options.window_right,
+    }
+    return tuple(values[name] for name in names)
+
+
+def _gradient_of_sink(statistics, sink, like):
+    """dsink = -sum of exp(sink - LSE) D, over batch and queries; rows without keys or sink have an LSE of +inf here."""
+    if sink is None:
+        return like.new_empty(0, dtype=torch.float32)
+    lse_log2, delta = statistics
+    weight = torch.exp2(sink.detach().float()[:, None] * LOG2E - lse_log2)
+    return -(weight * delta).sum((0, 2)).to(sink.dtype)
+
+
+def _gradient_without_keys(dlse, lse, sink):
+    """dsink of a call in which no query sees a key: its log-sum-exp is the sink."""
+    if sink is None:
+        return lse.new_empty(0)
+    if dlse is None or not lse.numel():
+        return torch.zeros_like(sink)
+    return torch.where(lse == -torch.inf, 0.0, dlse).sum((0, 2)).to(sink.dtype)
 
 
 def plan_backward_call(
@@ -384,19 +413,32 @@ def plan_backward_call(
 
 torch.library.define(
     "flash4::backward",
-    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "float softmax_scale, bool causal=False) -> (Tensor, Tensor, Tensor)",
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float softmax_scale, "
+    "bool causal=False, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, Tensor? sink=None, "
+    "Tensor? alibi_slopes=None) -> (Tensor, Tensor, Tensor, Tensor)",
 )
+# Fields of CallOptions that the operator takes, in order.
+_BACKWARD_FIELDS = (
+    "softmax_scale", "causal", "window_left", "window_right", "softcap", "sink", "alibi_slopes",
+)  # fmt: skip
+SINK_INPUT = 3 + CallOptions._fields.index("sink")  # of the forward operator
+
+
+def backward_options(fields) -> CallOptions:
+    """Options of what the backward operator was given behind its tensors."""
+    return CallOptions(**dict(zip(_BACKWARD_FIELDS, fields, strict=False)))
 
 
 @torch.library.impl("flash4::backward", "CUDA")
-def _backward(dout, dlse, q, k, v, out, lse, *options):
-    return run_backward(dout, dlse, q, k, v, out, lse, CallOptions(*options))
+def _backward(dout, dlse, q, k, v, out, lse, *fields):
+    return run_backward(dout, dlse, (q, k, v), out, lse, backward_options(fields))
 
 
 @torch.library.register_fake("flash4::backward")
-def _backward_fake(dout, dlse, q, k, v, out, lse, *options):
-    return empty_gradients(q, k, v)
+def _backward_fake(dout, dlse, q, k, v, out, lse, *fields):
+    sink = backward_options(fields).sink
+    dsink = lse.new_empty(0) if sink is None else sink.new_empty(sink.shape)
+    return *empty_gradients(q, k, v), dsink
 
 
 def _refuse_second_derivatives(ctx, *gradients):
@@ -408,26 +450,49 @@ def _refuse_second_derivatives(ctx, *gradients):
 backward = torch.ops.flash4.backward.default
 
 
+_obstacles: dict[tuple, str | None] = {}
+
+
+def _obstacle(q, k, v, options: CallOptions) -> str | None:
+    """Why there are no gradients of a call, or None; looked up, since every forward of a training asks."""
+    key = (q.shape[-1], v.shape[-1], options.flags)
+    try:
+        return _obstacles[key]
+    except KeyError:
+        pass
+    except TypeError:  # a size that is being traced has no hash
+        return gradient_obstacle(AttentionProblem.of_call(q, k, v, options))
+    if len(_obstacles) >= MAX_LAUNCHES:
+        _obstacles.clear()
+    found = _obstacles[key] = gradient_obstacle(AttentionProblem.of_call(q, k, v, options))
+    return found
+
+
 def _save(ctx, inputs, output):
     """Keep what the gradients need; refuse calls whose gradients are not built, while the caller is still there."""
     q, k, v, *fields = inputs
     options = CallOptions(*fields)
-    obstacle = gradient_obstacle(AttentionProblem.of_call(q, k, v, options))
+    obstacle = _obstacle(q, k, v, options)
+    if options.alibi_slopes is not None and options.alibi_slopes.requires_grad:
+        obstacle = "gradients of alibi_slopes are not built yet; detach them"
     if obstacle is not None:
         raise NotImplementedError(f"{obstacle}; without gradients, call it under torch.no_grad()")
-    ctx.save_for_backward(q, k, v, *output)
+    ctx.save_for_backward(q, k, v, *output, options.sink, options.alibi_slopes)
     ctx.set_materialize_grads(False)
-    ctx.call = (options.softmax_scale, options.causal)
+    ctx.numbers = tuple(getattr(options, name) for name in _BACKWARD_FIELDS[:-2])
 
 
 def _gradients(ctx, dout, dlse):
-    q, k, v, out, lse = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout
-    gradients = backward(dout, dlse, q, k, v, out, lse, *ctx.call)
-    asked = zip(ctx.needs_input_grad, gradients, strict=False)
+    *saved, sink, slopes = ctx.saved_tensors
+    dout = torch.zeros_like(saved[3]) if dout is None else dout
+    *gradients, dsink = backward(dout, dlse, *saved, *ctx.numbers, sink, slopes)
     # As many as the caller gave: the dispatcher leaves out what is at its default.
-    others = [None] * (len(ctx.needs_input_grad) - len(gradients))
-    return (*(x if wanted else None for wanted, x in asked), *others)
+    found = [None] * len(ctx.needs_input_grad)
+    found[: len(gradients)] = gradients
+    if sink is not None:
+        found[SINK_INPUT] = dsink
+    asked = zip(ctx.needs_input_grad, found, strict=True)
+    return tuple(x if wanted else None for wanted, x in asked)
 
 
 torch.library.register_autograd("flash4::backward", _refuse_second_derivatives)

@@ -164,35 +164,70 @@ class QueryBlocks:
     Attributes:
         tile_m: queries per block.
         tile_n: keys per tile.
-        causal: key ``j`` is seen by queries from ``j - (seqlen_k - seqlen_q)`` on.
+        causal: a query sees no key after its own position.
+        left: keys before its own position that a query sees; None is no limit. A run-time value.
+        right: keys after its own position that a query sees; None is no limit, or ``causal``. A run-time value.
     """
 
     tile_m: int
     tile_n: int
     causal: bool
+    left: object = None
+    right: object = None
+
+    @property
+    def begins_late(self) -> bool:
+        """Whether the first queries may not see a key; static."""
+        return self.causal or self.right is not None
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether the last queries may not see a key; static."""
+        return self.left is not None
 
     def query_begin(self, key, seqlen_q, seqlen_k):
         """First query that may see ``key``; behind every block's last query for a key that does not exist."""
-        begin = imax(key - (seqlen_k - seqlen_q), 0) if self.causal else 0
+        begin = 0
+        if self.begins_late:
+            begin = key - (seqlen_k - seqlen_q)
+            begin = imax(begin if self.right is None else begin - self.right, 0)
         return choose(key < seqlen_k, begin, seqlen_q + self.tile_m)
+
+    def query_end(self, key, seqlen_q, seqlen_k):
+        """One past the last query that may see ``key``; at most 0 means none."""
+        if not self.ends_early:
+            return seqlen_q
+        return imin(key - (seqlen_k - seqlen_q) + self.left + 1, seqlen_q)
 
     def first(self, n_block, seqlen_q, seqlen_k):
         """First block that tile ``n_block`` visits."""
-        if not self.causal:
+        if not self.begins_late:
             return 0
         return self.query_begin(n_block * self.tile_n, seqlen_q, seqlen_k) // self.tile_m
 
     def count(self, n_block, seqlen_q, seqlen_k):
-        """Number of blocks that it visits, from ``first`` on: at least one, as the last query sees every key."""
-        return ceil_div(seqlen_q, self.tile_m) - self.first(n_block, seqlen_q, seqlen_k)
+        """Number of blocks that it visits, from ``first`` on; at least one, of which a tile that nobody sees masks all."""
+        first = self.first(n_block, seqlen_q, seqlen_k)
+        if not self.ends_early:
+            return ceil_div(seqlen_q, self.tile_m) - first
+        last_key = imin((n_block + 1) * self.tile_n, seqlen_k) - 1
+        end = imax(self.query_end(last_key, seqlen_q, seqlen_k), 0)
+        return imax(ceil_div(end, self.tile_m) - first, 1)
 
-    def masked(self, n_block, seqlen_q, seqlen_k):
-        """How many of them, from ``first`` on, hold a query that does not see all keys of the tile.
+    def unmasked(self, n_block, seqlen_q, seqlen_k):
+        """(begin, end) of the blocks, counted from ``first``, whose queries all see all keys of the tile.
 
-        All of them, where the tile reaches past the last key.
+        None, where the tile reaches past the last key.
         """
+        first = self.first(n_block, seqlen_q, seqlen_k)
         count = self.count(n_block, seqlen_q, seqlen_k)
         last_key = (n_block + 1) * self.tile_n - 1
-        begin = imin(self.query_begin(last_key, seqlen_q, seqlen_k), seqlen_q)
-        cut = ceil_div(begin, self.tile_m) - self.first(n_block, seqlen_q, seqlen_k)
-        return choose(last_key < seqlen_k, imin(cut, count), count)
+        late = imin(self.query_begin(last_key, seqlen_q, seqlen_k), seqlen_q)
+        begin = imin(imax(ceil_div(late, self.tile_m) - first, 0), count)
+        begin = choose(last_key < seqlen_k, begin, count)
+        if not self.ends_early:
+            return begin, count
+        # Queries behind the last need no mask: their LSE hides them.
+        early = self.query_end(n_block * self.tile_n, seqlen_q, seqlen_k)
+        whole = choose(early < seqlen_q, imax(early, 0), seqlen_q + self.tile_m - 1) // self.tile_m
+        return begin, imin(imax(whole - first, begin), count)

@@ -122,10 +122,12 @@ class KvTileSchedule:
         head = tile.head_kv * self.grid.ratio + i - block * self.grid.ratio
         return tile.first_block + block, head
 
-    def phases(self, tile) -> tuple[Phase, Phase]:
-        """Steps with a mask, then those without."""
-        masked = self.blocks.masked(tile.n_block, self.seqlen_q, self.seqlen_k) * self.grid.ratio
-        return Phase(0, masked, True), Phase(masked, tile.steps, False)
+    def phases(self, tile) -> tuple[Phase, ...]:
+        """Steps with a mask, those without, and, with a window that limits the left side, again those with a mask."""
+        unmasked = self.blocks.unmasked(tile.n_block, self.seqlen_q, self.seqlen_k)
+        begin, end = (block * self.grid.ratio for block in unmasked)
+        found = (Phase(0, begin, True), Phase(begin, end, False))
+        return (*found, Phase(end, tile.steps, True)) if self.blocks.ends_early else found
 
 
 def kv_grid_of(problem, tile_n: int) -> KvGrid:

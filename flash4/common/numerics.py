@@ -1,5 +1,7 @@
 """Scalar and row arithmetic of the softmax, in CuTe. Logits are in log2 units where a name ends in ``_log2``."""
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -9,6 +11,14 @@ from flash4.common.dsl import inline_ptx
 
 TANH_SERIES = (-17 / 315, 2 / 15, -1 / 3)  # of x^7, x^5, x^3; up to 1/4 the next term is 3e-7 of x
 TANH_SERIES_END = 0.25
+# tanh(x) / x by powers of x^2, up to an end; relative error at most 1.5e-6 and 1.2e-6, the least that so many terms allow.
+TANH_NEAR = (0.999998523681, -0.333060090771, 0.125770372321)
+TANH_NEAR_END = 0.3125
+TANH_MIDDLE = (0.999998846313, -0.333244752795, 0.132223719653, -0.0489464950184, 0.0118957955103)
+TANH_MIDDLE_END = 0.8125
+# Sizes of a cap's two factors up to which coefficients with both in them, the inner one to the fifth, are far from the
+# ends of float32.
+LARGEST_FACTOR = 2.0**20
 LN2 = 0.6931471805599453
 LOG2E = 1.4426950408889634
 RESCALE_THRESHOLD_LOG2 = (
@@ -68,6 +78,59 @@ def tanh(x):
     e = cute.math.exp2(x * (2 * LOG2E), fastmath=True)
     far = 1.0 - 2.0 * cute.arch.rcp_approx(e + 1.0)
     return cutlass.select_(square < TANH_SERIES_END**2, x + x * factor, far)
+
+
+@dataclass(frozen=True)
+class Cap:
+    """outer tanh(inner s) of a score s, three ways: the less a score uses of its cap, the fewer instructions."""
+
+    inner: Float32  # of either sign
+    outer: Float32  # positive
+    near: tuple  # coefficients of s, s^3, s^5; Float32
+    near_end: Float32  # largest |s| for them; negative if they would leave float32
+    middle_end: Float32
+
+    @staticmethod
+    def of(inner, outer):
+        """Derive what is left from the two factors."""
+        size = cutlass.select_(inner < 0.0, -inner, inner)
+        usual = usual_factors(size, outer)
+        power, square, near = inner * outer, inner * inner, []
+        for coefficient in TANH_NEAR:
+            near.append(power * coefficient)
+            power = power * square
+        near_end = cutlass.select_(usual, TANH_NEAR_END / size, Float32(-1.0))
+        return Cap(inner, outer, tuple(near), near_end, TANH_MIDDLE_END / size)
+
+    def of_near(self, s, addend):
+        """Capped s + addend, for |s| up to ``near_end``."""
+        square = s * s
+        return s * ((self.near[2] * square + self.near[1]) * square + self.near[0]) + addend
+
+    def of_middle(self, s, addend):
+        """Capped s + addend, for |s| up to ``middle_end``."""
+        x = s * self.inner
+        square = x * x
+        factor = Float32(TANH_MIDDLE[-1])
+        for coefficient in TANH_MIDDLE[-2::-1]:
+            factor = factor * square + coefficient
+        return x * factor * self.outer + addend
+
+    def of_any(self, s, addend):
+        """Capped s + addend."""
+        return tanh(s * self.inner) * self.outer + addend
+
+
+def usual_factors(inner, outer):
+    """Whether coefficients with the fifth power of ``inner`` stay in float32; numbers of the kernel or of NumPy."""
+    least, most = 1 / LARGEST_FACTOR, LARGEST_FACTOR
+    return (inner >= least) & (inner <= most) & (outer >= least) & (outer <= most)
+
+
+def largest_pair_bits(values):
+    """Bits of the largest |a| + |b| of neighbours: no less than the largest |a|, with fewer instructions."""
+    pairs = zip(values[::2], values[1::2], strict=True)
+    return max_bits([cute.math.absf(a) + cute.math.absf(b) for a, b in pairs])
 
 
 @cute.jit

@@ -12,6 +12,7 @@ from flash4.common.geometry import ceil_div
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.numerics import LOG2E
+from flash4.problem import CallOptions
 from flash4.sim.barriers import NamedBarrier
 from flash4.sim.bulk import Accumulator, BulkGroups
 from flash4.sim.limits import check_graph
@@ -49,7 +50,7 @@ class Call:
         delta: as lse.
         dk: result.
         dv: result.
-        scale: factor of a score.
+        options: of the call.
         tiles: schedule of one CTA.
         sums: (batch, head, block, warpgroup) -> what the CTA adds to dQ there.
     """
@@ -63,7 +64,7 @@ class Call:
     delta: np.ndarray
     dk: np.ndarray
     dv: np.ndarray
-    scale: np.float32
+    options: CallOptions
     tiles: KvTileSchedule
     sums: dict[tuple, Accumulator] = field(default_factory=dict)
 
@@ -246,19 +247,30 @@ class MmaOps:
         return acc
 
     def softmax(self, tile, i, s, q_slot, phase):
-        """P^T = exp2(scale_log2 S^T - LSE); hidden pairs give 0."""
+        """P^T = exp2(scale_log2 S^T - LSE), and what dS takes of it: times the slope of the cap."""
         call, values = self._call, s.values
-        values[:] = values * (call.scale * np.float32(LOG2E)) - q_slot.region.read()[:, -1]
+        tiles, options = call.tiles, call.options
+        (block, head), lengths = tiles.place(tile, i), (tiles.seqlen_q, tiles.seqlen_k)
+        queries = block * self._config.tile_m + np.arange(self._config.tile_m)
+        keys = range(tile.n_block * TILE_N, (tile.n_block + 1) * TILE_N)[self._rows]
+        scale, slope = np.float32(options.softmax_scale), 1
+        if options.softcap:
+            values[:] = np.tanh(values * np.float32(options.softmax_scale / options.softcap))
+            scale, slope = np.float32(options.softcap), 1 - values * values
+        values[:] = values * (scale * np.float32(LOG2E)) - q_slot.region.read()[:, -1]
+        if self._config.alibi:
+            distance = queries + lengths[1] - lengths[0] - np.array(keys)[:, None]
+            bias = options.alibi_slopes[tile.batch, head] * np.float32(LOG2E)
+            values[:] -= bias * np.abs(distance)
         if phase.masked:
-            tiles = call.tiles
-            block, _ = tiles.place(tile, i)
-            queries = block * self._config.tile_m + np.arange(self._config.tile_m)
-            keys = range(tile.n_block * TILE_N, (tile.n_block + 1) * TILE_N)[self._rows]
-            lengths = (tiles.seqlen_q, tiles.seqlen_k)
-            begins = [tiles.blocks.query_begin(key, *lengths) for key in keys]
-            values[queries < np.array(begins)[:, None]] = -np.inf
+            begins, ends = (
+                np.array([edge(key, *lengths) for key in keys])[:, None]
+                for edge in (tiles.blocks.query_begin, tiles.blocks.query_end)
+            )
+            values[(queries < begins) | ((queries >= ends) & self._config.left)] = -np.inf
         values[:] = np.exp2(values)
         self._p.values[:] = round_to_16_bit(values, self._config.bf16)
+        values[:] *= slope
 
     def ds(self, i, s, dp, do_slot):
         """dS^T = P^T (dP^T - D), to registers and to the shared memory of step ``i``."""
@@ -310,8 +322,9 @@ class MmaOps:
     def store(self, tile):
         """Start the store of dK (scaled) and dV, this warpgroup's 64 rows."""
         call, bf16 = self._call, self._config.bf16
+        scale = np.float32(call.options.softmax_scale)
         first = tile.n_block * TILE_N + self._group * MMA_ROWS
-        results = {"dk": (self._dk, call.dk, call.scale), "dv": (self._dv, call.dv, 1)}
+        results = {"dk": (self._dk, call.dk, scale), "dv": (self._dv, call.dv, 1)}
         for name, (acc, target, factor) in results.items():
             region = self._regions[name, self._group]
             region.write(round_to_16_bit(acc.values * np.float32(factor), bf16))
@@ -353,7 +366,13 @@ def prepare(config: BackwardConfig, out, lse, dout, dlse=None):
 
 
 def simulate_backward(
-    config: BackwardConfig, tensors, scale, workers=2, seed=0, variation=None, dlse=None
+    config: BackwardConfig,
+    tensors,
+    options: CallOptions | float,
+    workers=2,
+    seed=0,
+    variation=None,
+    dlse=None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Run the kernel's roles on every tile of a problem.
 
@@ -361,7 +380,7 @@ def simulate_backward(
         config: of the kernel.
         tensors: q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v (.., head_dim_v),
             out, lse (batch, heads, seqlen_q) and dout; float32, all but lse holding 16-bit values.
-        scale: softmax scale.
+        options: as the config's flags say, tensors as NumPy arrays; a number is the softmax scale of a call without.
         workers: CTAs that share the tiles.
         seed: decides whatever the schedule leaves open, and the heads per section.
         variation: a ``Variation``; the kernel itself by default.
@@ -376,8 +395,11 @@ def simulate_backward(
     q = tensors[0]
     batch, seqlen, heads, head_dim = q.shape
     blocks = ceil_div(seqlen, config.tile_m)
+    options = options if isinstance(options, CallOptions) else CallOptions(options)
     dq = np.zeros((batch, heads, blocks * config.tile_m, config.tile_d), np.float32)
-    for machine, call in backward_machines(config, tensors, scale, workers, seed, variation, dlse):
+    for machine, call in backward_machines(
+        config, tensors, options, workers, seed, variation, dlse
+    ):
         machine.run()
         for (b, head, block, group), part in call.sums.items():
             queries, columns = config.dq_shape
@@ -385,14 +407,21 @@ def simulate_backward(
             if config.splits_queries:
                 row, column = row + group * queries, 0
             dq[b, head, row : row + queries, column : column + columns] += part.values
-    dq = round_to_16_bit(dq * np.float32(scale), config.bf16).transpose(0, 2, 1, 3)
+    dq = round_to_16_bit(dq * np.float32(options.softmax_scale), config.bf16)
+    dq = dq.transpose(0, 2, 1, 3)
     return dq[:, :seqlen, :, :head_dim], call.dk, call.dv
 
 
-def backward_machines(config, tensors, scale, workers, seed, variation=None, dlse=None):
+def backward_machines(config, tensors, options, workers, seed, variation=None, dlse=None):
     """Yield the machine and the call of every CTA, ready to run; arguments as of ``simulate_backward``."""
     (q, k, v, out, lse, dout), variation = tensors, variation or Variation()
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
+    options = options if isinstance(options, CallOptions) else CallOptions(options)
+    if options.alibi_slopes is not None:
+        slopes = np.asarray(options.alibi_slopes, np.float32)
+        options = options._replace(alibi_slopes=np.broadcast_to(slopes, (batch, heads)))
+    sides = (side if side >= 0 else None for side in (options.window_left, options.window_right))
+    blocks = config.blocks(*sides)
     grid = KvGrid(ceil_div(seqlen_k, TILE_N), heads_kv, batch, heads // heads_kv)
     workers, section = min(workers, grid.total), 1 + seed % grid.head_count
     dk, dv = (np.full(x.shape, np.nan, np.float32) for x in (k, v))
@@ -400,8 +429,8 @@ def backward_machines(config, tensors, scale, workers, seed, variation=None, dls
     check_graph(config.graph, SMEM_LIMIT)
     for worker in range(workers):
         lengths = (seqlen_q, seqlen_k)
-        tiles = KvTileSchedule(config.blocks, grid, section, worker, workers, *lengths)
-        call = Call(config, q, k, v, dout, *statistics, dk, dv, np.float32(scale), tiles)
+        tiles = KvTileSchedule(blocks, grid, section, worker, workers, *lengths)
+        call = Call(config, q, k, v, dout, *statistics, dk, dv, options, tiles)
         machine = Machine(seed + worker, variation.strict)
         _fill_cta(machine, call, variation)
         yield machine, call

@@ -13,7 +13,15 @@ from flash4.common.dsl import plain
 from flash4.common.geometry import Phase, ceil_div
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.mods import SeqlenInfo
-from flash4.common.numerics import LN2, LOG2E
+from flash4.common.numerics import (
+    LN2,
+    LOG2E,
+    TANH_MIDDLE,
+    TANH_MIDDLE_END,
+    TANH_NEAR,
+    TANH_NEAR_END,
+    usual_factors,
+)
 from flash4.common.shares import shares_of
 from flash4.common.tiles import Grid, TileSchedule
 from flash4.common.varlen import Sequences, VarlenSchedule
@@ -55,6 +63,20 @@ def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return sum(a[:, i : i + MMA_K] @ b[i : i + MMA_K] for i in steps)
 
 
+def cap_scores(s: np.ndarray, inner: np.float32, outer: np.float32, ways: int = 3) -> np.ndarray:
+    """Return outer tanh(inner s), each warp in the way that the largest sum of two neighbours allows."""
+    pairs = np.abs(s[:, 0::2]) + np.abs(s[:, 1::2])
+    used = np.repeat(pairs.reshape(-1, WARP_ROWS * pairs.shape[1]).max(1), WARP_ROWS)[:, None]
+    x = s * inner
+    square = np.minimum(x * x, np.float32(1))  # no overflow where the others are not taken
+    near, middle = (
+        np.polynomial.polynomial.polyval(square, np.float32(c)) for c in (TANH_NEAR, TANH_MIDDLE)
+    )
+    is_near = (used <= TANH_NEAR_END / inner) & usual_factors(inner, outer) & (ways > 1)
+    is_middle = (used <= TANH_MIDDLE_END / inner) & (ways == 3)
+    return np.where(is_near, x * near, np.where(is_middle, x * middle, np.tanh(x))) * outer
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of the kernel: tensors as in ``simulate_forward``, and what is derived from them."""
@@ -81,20 +103,21 @@ class Call:
         return np.float32(scale / (self.options.softcap or 1.0))
 
     @property
-    def natural_scale(self) -> np.float32:
-        """Factor that makes a scaled score of a score, or of the tanh of one."""
-        return np.float32(self.options.softcap or self.scale)
+    def unit(self) -> np.float32:
+        """Natural units, in which slopes are given, in those of changed scores: log2, but natural for a score_mod."""
+        return np.float32(1 if self.config.natural else LOG2E)
+
+    @property
+    def changed_scale(self) -> np.float32:
+        """Factor of a score, or of the tanh that caps it, in the units of changed scores."""
+        return np.float32(self.options.softcap or self.scale) * self.unit
 
     @property
     def scale_log2(self) -> np.float32:
-        """Factor of what the softmax takes, in log2 units: a score, or the tanh of a scaled score."""
-        if self.config.natural:
-            return np.float32(LOG2E)
-        return (
-            np.float32(self.options.softcap * LOG2E)
-            if self.config.softcap
-            else np.float32(self.scale * LOG2E)
-        )
+        """Factor of what the softmax takes, in log2 units: a score, or a changed one."""
+        if self.config.changes_scores:
+            return np.float32(LOG2E if self.config.natural else 1)
+        return np.float32(self.scale * LOG2E)
 
     def places(self, tile, rows: range):
         """(queries, heads, whether they exist) of rows of a tile."""
@@ -250,17 +273,13 @@ class MmaOps:
         c, scale, s = self._config, self._call.scale_log2, s.values
         if c.negate:
             np.negative(s, out=s)
-        if c.softcap:
-            s[:] = np.tanh(s * self._call.scale)
         blocks, lengths = self._call.tiles.blocks, self._call.tiles.lengths(tile)
         keys = (tile.first_block + n_block) * c.tile_n + np.arange(c.tile_n)
-        if c.natural:
-            s[:] = s * self._call.natural_scale
-        if c.alibi:
-            query, head, _ = self._call.places(tile, self._rows)
-            slopes = self._call.options.alibi_slopes[self._call.tiles.place(tile).batch]
-            distance = np.abs(query[:, None] + lengths[1] - lengths[0] - keys)
-            s[:] -= slopes[np.minimum(head, len(slopes) - 1), None] * distance
+        shifted = phase.fixed and c.changes_scores
+        if c.changes_scores:
+            self._change(
+                tile, keys, s, phase.masked, self._shift if shifted else np.zeros_like(self._shift)
+            )
         if c.score_mod or c.mask_mod:
             self._apply_mods(tile, keys, s)
         if phase.masked:
@@ -279,8 +298,28 @@ class MmaOps:
         self._limit = np.where(move, (self._shift + self._config.growth_log2) / scale, self._limit)
         self._correction = np.where(move, np.exp2(old - finite), 1)
         shift = finite if phase.masked or c.may_hide_any else self._shift
-        s[:] = np.exp2(s * scale - shift[:, None])
+        s[:] = np.exp2(s if shifted else s * scale - shift[:, None])
         self._total = self._total * self._correction + s.sum(1)
+
+    def _change(self, tile, keys, s, masked, shift):
+        """S = scale S, or its cap, minus ALiBi's slope |p - j| and a shift; see ``changed_scale`` for units."""
+        call, c, addend = self._call, self._config, -shift[:, None]
+        if c.alibi:
+            seqlen_q, seqlen_k = call.tiles.lengths(tile)
+            query, head, _ = call.places(tile, self._rows)
+            slopes = call.options.alibi_slopes[call.tiles.place(tile).batch]
+            slope = slopes[np.minimum(head, len(slopes) - 1), None] * call.unit
+            distance = query[:, None] + seqlen_k - seqlen_q - keys
+            if c.causal and not masked:
+                last = distance[:, -1:]
+                addend = slope * (last - distance) + (addend - slope * last).astype(np.float32)
+            else:
+                addend = addend - slope * np.abs(distance)
+            addend = addend.astype(np.float32)
+        if c.softcap:
+            s[:] = cap_scores(s, call.scale, call.changed_scale, c.ways_to_cap(masked)) + addend
+        else:
+            s[:] = s * call.changed_scale + addend
 
     def _apply_mods(self, tile, keys, s):
         """S = score_mod(S), and -inf where mask_mod hides a key."""

@@ -129,7 +129,11 @@ class MmaOps:
         self._look_away = ops(chip, "row maximum", other=(2, third[1]))
         self._exp = ops(chip, "exponentials", fma=2 * elements, mufu=elements, stall=30)
         self._mask = ops(chip, "mask", alu=(3 if config.left else 2) * elements, other=(10, 0))
-        self._change = _score_changes(chip, config, elements)
+        self._change = {
+            (masked, fixed): _score_changes(chip, config, elements, masked, fixed)
+            for masked in (False, True)
+            for fixed in (False, True)
+        }
         self._exact = ops(
             chip, "exact maximum", alu=elements + 4, fma=4, mufu=2, other=third, stall=120
         )
@@ -171,7 +175,7 @@ class MmaOps:
     def softmax_first(self, tile, n_block, s):
         """The first block: masked where it must be, and an exact maximum."""
         c = self._config
-        self._machine.spend(self._change)
+        self._machine.spend(self._change[True, False])
         if c.causal or c.left or c.right:
             self._machine.spend(self._mask)
         self._machine.spend(self._exact)
@@ -179,7 +183,7 @@ class MmaOps:
 
     def softmax(self, tile, n_block, s, phase):
         """Check the maximum, exponentials; with random data the shift does not move after the first block."""
-        self._machine.spend(self._change)
+        self._machine.spend(self._change[phase.masked, phase.fixed])
         if phase.masked:
             self._machine.spend(self._mask)
         self._machine.spend(self._look_away if phase.fixed else self._max)
@@ -208,11 +212,21 @@ class MmaOps:
         self._stores.join(self._stores.issued)
 
 
-def _score_changes(chip, config, elements) -> Work:
-    """What is done to every score before its softmax: a cap's tanh, ALiBi, a negative scale; mods are not known."""
-    fma = 9.0 * config.softcap + 3.0 * config.alibi + (config.negate and not config.softcap)
-    alu, mufu = 2.0 * config.softcap, 2.0 * config.softcap
-    return ops(chip, "cap, slopes", fma=fma * elements, alu=alu * elements, mufu=mufu * elements)
+def _score_changes(chip, config, elements, masked, fixed) -> Work:
+    """What is done to every score beyond the exponentials' own: a cap, ALiBi, a negative scale; mods are not known.
+
+    Scores are taken to use little of their cap, as random ones do.
+    """
+    fma, alu = float(config.negate and not config.changes_scores), 0.0
+    if config.softcap:
+        fma, alu = 4.5, 0.25
+    elif config.changes_scores:
+        fma = 1.0
+    if config.alibi:
+        fma += 1.0 if config.causal and not masked else 2.0
+    if config.changes_scores and fixed:  # the shift comes with it
+        fma -= 1.0
+    return ops(chip, "cap, slopes", fma=fma * elements, alu=alu * elements)
 
 
 def _nothing():

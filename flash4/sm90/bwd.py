@@ -69,7 +69,12 @@ class RunTime:
     lse: cute.Tensor  # (B, H, padded Sq), float32, log2 units
     delta: cute.Tensor  # (B, H, padded Sq), float32
     dq: cute.Tensor  # (B, H, blocks, tile_m tile_d), float32
-    scale: Float32
+    scale: Float32  # factor of a score
+    cap_log2: object  # the cap in log2 units, Float32; None where the config has no such feature, as all that follows
+    cap_scale: object  # factor of a score within the cap, Float32
+    left: object  # sides of the window, Int32
+    right: object
+    slopes: object  # (B, H), float32
     section: Int32
     seqlen_q: Int32
     seqlen_k: Int32
@@ -133,26 +138,47 @@ class BackwardSm90:
             tensor(batch, seqlen_k, heads_kv, head_dim),
             tensor(batch, seqlen_k, heads_kv, head_dim_v),
         )
+        if c.alibi:
+            tensors += (
+                fake(Float32, (cute.sym_int(), heads), stride=(sym(1), 1), assumed_align=4),
+            )
+        types = {"left": Int32, "right": Int32}
+        numbers = tuple(types.get(name, Float32)(1) for name in c.numbers)
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-        return (tensors, Float32(1.0), Int32(1), stream)
+        return (tensors, numbers, Int32(1), stream)
 
     @cute.jit
     def __call__(
         self,
-        tensors,  # q, k, v, dout (B, S, H, D); lse, delta (B, H, padded Sq), dq (B, H, blocks, ..) float32; dk, dv
-        scale: Float32,
+        tensors,  # q, k, v, dout (B, S, H, D); lse, delta (B, H, padded Sq), dq (B, H, blocks, ..) float32; dk, dv, ..
+        numbers: tuple,  # Float32 or Int32, named by the config
         section: Int32,
         stream,
     ):
         """Build layouts and TMA descriptors, and launch one CTA for each tile of keys."""
-        q, k, v, do, lse, delta, dq, dk, dv = tensors
+        q, k, v, do, lse, delta, dq, dk, dv, *optional = tensors
+        optional = dict(zip(self.config.optional_tensors, optional, strict=True))
+        numbers = dict(zip(self.config.numbers, numbers, strict=True))
         grid = KvGrid(
             n_blocks=cute.ceil_div(k.shape[1], TILE_N),
             heads_kv=k.shape[2],
             batch=k.shape[0],
             ratio=q.shape[2] // k.shape[2],
         )
-        run_time = RunTime(lse, delta, dq, scale, section, q.shape[1], k.shape[1])
+        run_time = RunTime(
+            lse=lse,
+            delta=delta,
+            dq=dq,
+            scale=numbers["scale"],
+            cap_log2=numbers["cap"] * LOG2E if self.config.softcap else None,
+            cap_scale=numbers.get("cap_scale"),
+            left=numbers.get("left"),
+            right=numbers.get("right"),
+            slopes=optional.get("alibi_slopes"),
+            section=section,
+            seqlen_q=q.shape[1],
+            seqlen_k=k.shape[1],
+        )
         self.kernel(
             self._tiled_mmas(), self._operands((q, k, v, do, dk, dv)), run_time, grid
         ).launch(
@@ -249,7 +275,8 @@ class BackwardSm90:
         cute.arch.sync_threads()
 
         lengths = (run_time.seqlen_q, run_time.seqlen_k)
-        tiles = KvTileSchedule(c.blocks, grid, run_time.section, start, ctas, *lengths)
+        blocks = c.blocks(run_time.left, run_time.right)
+        tiles = KvTileSchedule(blocks, grid, run_time.section, start, ctas, *lengths)
         load, reduce, mma = (self.graph.role(name) for name in ("load", "reduce", "mma"))
         if group == 0:
             cute.arch.setmaxregister_decrease(load.registers)
@@ -368,8 +395,11 @@ class BackwardSm90:
             sDV=shared.dv[None, None, mine],
             dk_out=operands.dk,
             dv_out=operands.dv,
+            mSlopes=run_time.slopes,
             scale=run_time.scale,
             scale_log2=run_time.scale * LOG2E,
+            cap_log2=run_time.cap_log2,
+            cap_scale=run_time.cap_scale,
             thread=thread,
             warpgroup=mine,
         )

@@ -31,7 +31,11 @@ class BackwardConfig:
         tile_m: queries per step.
         causal: bottom-right causal mask.
         swap_dq: dQ^T = K^T dS^T is multiplied instead of dQ = dS K: each warpgroup has 64 of 128 head dims, and a step
-            any multiple of 8 queries.
+            any multiple of 16 queries.
+        left: a window limits the keys before a query's own position; its side is a run-time value.
+        right: a window limits the keys after it, and lets some through (none is ``causal``).
+        softcap: scores are capped; the cap is a run-time value.
+        alibi: scores lose a slope of their head times the distance between query and key.
     """
 
     bf16: bool
@@ -40,6 +44,10 @@ class BackwardConfig:
     tile_m: int
     causal: bool
     swap_dq: bool = False
+    left: bool = False
+    right: bool = False
+    softcap: bool = False
+    alibi: bool = False
 
     def __post_init__(self):
         if self.swap_dq and (self.tile_d != 2 * MMA_ROWS or self.tile_m % 16):
@@ -48,16 +56,38 @@ class BackwardConfig:
             )
         if not self.swap_dq and self.tile_m not in (MMA_ROWS, 2 * MMA_ROWS):
             raise ValueError(f"tile_m is {self.tile_m}; supported are 64 and 128, or swap_dq")
+        if self.causal and self.right:
+            raise ValueError("causal and right exclude each other: causal is a right side of 0")
 
     @property
     def tile_n(self) -> int:
         """Keys per tile."""
         return TILE_N
 
+    def blocks(self, left=None, right=None) -> QueryBlocks:
+        """Which blocks of queries a tile visits; the sides of the window are those that the config says there are."""
+        if (left is not None, right is not None) != (self.left, self.right):
+            raise ValueError(f"window ({left}, {right}) for {self}")
+        return QueryBlocks(self.tile_m, TILE_N, self.causal, left, right)
+
     @property
-    def blocks(self) -> QueryBlocks:
-        """Which blocks of queries a tile visits."""
-        return QueryBlocks(self.tile_m, TILE_N, self.causal)
+    def numbers(self) -> tuple[str, ...]:
+        """Numbers that the launch takes, in order.
+
+        ``scale`` is the factor of a score, ``cap_scale`` that within the cap.
+        """
+        given = {
+            "cap": self.softcap,
+            "cap_scale": self.softcap,
+            "left": self.left,
+            "right": self.right,
+        }
+        return ("scale", *(name for name, present in given.items() if present))
+
+    @property
+    def optional_tensors(self) -> tuple[str, ...]:
+        """Tensors that the launch takes after dk and dv, in order."""
+        return ("alibi_slopes",) if self.alibi else ()
 
     @property
     def splits_queries(self) -> bool:
@@ -124,11 +154,6 @@ class BackwardConfig:
 
 # Features of a call whose gradients are not built: field of the problem -> what to ask for instead.
 UNBUILT = {
-    "window_left": "leave window_size at (None, None), or (None, 0)",
-    "window_right": "leave window_size at (None, None), or (None, 0)",
-    "softcap": "leave softcap at 0",
-    "sink": "leave learnable_sink at None",
-    "alibi": "leave alibi_slopes at None",
     "score_mod": "leave score_mod at None",
     "mask_mod": "leave mask_mod at None",
     "varlen": "use flash_attn_func with sequences of one length",
@@ -151,26 +176,34 @@ def choose_config(problem) -> tuple[BackwardConfig, tuple[str, ...]]:
     import torch
 
     tile_d, tile_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
-    tile, why = choose_tile(tile_d, tile_dv)
+    tile, why = choose_tile(tile_d, tile_dv, problem)
     config = BackwardConfig(
         bf16=problem.dtype == torch.bfloat16,
         tile_d=tile_d,
         tile_dv=tile_dv,
         causal=problem.causal,
+        left=problem.window_left,
+        right=problem.window_right,
+        softcap=problem.softcap,
+        alibi=problem.alibi,
         **tile,
     )
     return config, (why,)
 
 
-def choose_tile(tile_d: int, tile_dv: int) -> tuple[dict, str]:
+def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
     """Return the config fields that shape a step, and the reason.
 
     dK and dV of 64 keys stay in a thread's registers, (tile_d + tile_dv) / 2 of them; S, dP and P of a step take
-    1.25 tile_m more.
+    1.25 tile_m more, and a cap some to compute with.
     """
-    if tile_d == tile_dv == 64:
-        return {"tile_m": 128}, "128 queries per step: what registers hold beside head dims 64/64"
-    if tile_d == 128:
-        why = f"80 queries per step: what registers hold beside head dims {tile_d}/{tile_dv}"
-        return {"tile_m": 80, "swap_dq": True}, why
-    return {"tile_m": 64}, f"64 queries per step: head dims {tile_d}/{tile_dv}"
+    tile = {"tile_m": 64}
+    if problem.softcap:
+        if tile_d == tile_dv == 128 and problem.window_left:
+            tile = {"tile_m": 48, "swap_dq": True}
+    elif tile_d == tile_dv == 64:
+        tile = {"tile_m": 128}
+    elif tile_d == 128:
+        tile = {"tile_m": 80, "swap_dq": True}
+    dims = f"head dims {tile_d}/{tile_dv}{' and a cap' if problem.softcap else ''}"
+    return tile, f"{tile['tile_m']} queries per step: what registers hold beside {dims}"

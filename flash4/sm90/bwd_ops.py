@@ -11,9 +11,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
+from flash4.common import numerics
 from flash4.common.dsl import inline_ptx
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.kv_tiles import KvTileSchedule
+from flash4.common.numerics import LOG2E
 from flash4.sm90.bwd_config import STAGES, TILE_N, BackwardConfig
 from flash4.sm90.fwd_config import MMA_ROWS
 from flash4.sm90.fwd_ops import Operand, element, issue_mma, rows_of, tma_load
@@ -191,6 +193,16 @@ class ReduceOps:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a step lies, by this thread's two rows; queries and distances of its first column."""
+
+    begins: tuple  # columns before this one do not see the row's key
+    ends: tuple  # nor do those from this one on
+    distances: tuple  # from key to query, in keys
+    slope_log2: object  # of ALiBi, or None
+
+
+@dataclass(frozen=True)
 class MmaOps:
     """Verbs of the ``mma`` role; every tensor is this warpgroup's or this thread's part."""
 
@@ -220,8 +232,11 @@ class MmaOps:
     sDV: cute.Tensor  # (64, tile_dv)
     dk_out: Operand  # (S, D, heads_kv, B)
     dv_out: Operand
+    mSlopes: object  # (B, H) float32, or None
     scale: Float32  # factor of a score
     scale_log2: Float32
+    cap_log2: object  # the cap in log2 units; None without one
+    cap_scale: object  # factor of a score within the cap; None without one
     thread: Int32  # in the warpgroup
     warpgroup: Int32  # among the MMA warpgroups
 
@@ -281,37 +296,70 @@ class MmaOps:
         return values
 
     def softmax(self, tile, i, s, q_slot, phase):
-        """P^T = exp2(scale_log2 S^T - LSE), in place of S^T and rounded as the operand of dV; hidden pairs give 0."""
-        c, S, lse = self.config, rows_of(s), self._columns(self.sLSE, q_slot)
-        for j in range(c.tile_m // 4):
-            for r in range(2):
-                S[r, j] = S[r, j] * self.scale_log2 - lse[j]
-        if phase.masked:
-            self._mask(tile, i, S)
-        for j in range(c.tile_m // 4):
-            for r in range(2):
-                S[r, j] = cute.math.exp2(S[r, j], fastmath=True)
-        P = cute.make_tensor(self.tDVrP.iterator, s.layout)
-        P.store(s.load().to(element(c)))
+        """P^T = exp2(scale_log2 S^T - LSE), rounded as the operand of dV; hidden pairs give 0.
 
-    def _mask(self, tile, i, S):
-        """Set what a query does not see to -inf; after scaling, for a scale of any sign."""
-        c, tiles = self.config, self.tiles
-        block, _ = tiles.place(tile, i)
-        first_query = block * c.tile_m + 2 * (self.thread % 4)  # of this thread
-        for r in range(2):
-            key = tile.n_block * TILE_N + self._key_row(r)
-            begin = tiles.blocks.query_begin(key, tiles.seqlen_q, tiles.seqlen_k) - first_query
-            for j in range(c.tile_m // 4):
-                seen = Int32(8 * (j // 2) + j % 2) >= begin
-                S[r, j] = cutlass.select_(seen, S[r, j], -Float32.inf)
+        In place of S^T comes what dS takes of it: P^T, times the slope of the cap.
+        """
+        c, S, lse = self.config, rows_of(s), self._columns(self.sLSE, q_slot)
+        place = self._place(tile, i) if phase.masked or c.alibi else None
+        pairs = cute.make_tensor(self.tDVrP.iterator, cute.make_layout((2, cute.size(s) // 2)))
+        pair = cute.make_rmem_tensor(2, Float32)
+        for n in range(cute.size(s) // 2):
+            r, columns = n % 2, (n // 2 * 2, n // 2 * 2 + 1)
+            for j in columns:
+                score, slope = self._score(S[r, j])
+                score = score - lse[j]
+                if c.alibi:
+                    score = score - self._bias(place, r, j)
+                if phase.masked:
+                    score = cutlass.select_(self._seen(place, r, j), score, -Float32.inf)
+                p = cute.math.exp2(score, fastmath=True)
+                pair[j % 2] = p
+                S[r, j] = p if slope is None else p * slope
+            pairs[None, n].store(pair.load().to(element(c)))
+
+    def _score(self, product):
+        """(scaled score in log2 units, its slope over the scale or None) of a product of query and key."""
+        if not self.config.softcap:
+            return product * self.scale_log2, None
+        capped = numerics.tanh(product * self.cap_scale)
+        return capped * self.cap_log2, 1.0 - capped * capped
+
+    def _place(self, tile, i):
+        """What masks and biases of step ``i`` depend on, for this thread."""
+        tiles, (block, head) = self.tiles, self.tiles.place(tile, i)
+        lengths = (tiles.seqlen_q, tiles.seqlen_k)
+        first_query = block * self.config.tile_m + 2 * (self.thread % 4)
+        keys = [tile.n_block * TILE_N + self._key_row(r) for r in range(2)]
+        slope_log2 = None
+        if self.config.alibi:
+            slope_log2 = self.mSlopes[tile.batch, head] * LOG2E
+        return Place(
+            begins=tuple(tiles.blocks.query_begin(key, *lengths) - first_query for key in keys),
+            ends=tuple(tiles.blocks.query_end(key, *lengths) - first_query for key in keys),
+            distances=tuple(
+                Float32(first_query + tiles.seqlen_k - tiles.seqlen_q - key) for key in keys
+            ),
+            slope_log2=slope_log2,
+        )
+
+    def _seen(self, place, r, j):
+        """Whether the query of column ``j`` sees the key of row ``r``."""
+        column = Int32(8 * (j // 2) + j % 2)
+        seen = column >= place.begins[r]
+        return seen & (column < place.ends[r]) if self.config.left else seen
+
+    def _bias(self, place, r, j):
+        """slope |p - j|, with p the query's position among the keys, in log2 units."""
+        distance = place.distances[r] + Float32(8 * (j // 2) + j % 2)
+        return place.slope_log2 * cute.math.absf(distance)
 
     def _key_row(self, r):
         """Row in the tile of this thread's row ``r``."""
         return self.warpgroup * MMA_ROWS + self.thread // 32 * 16 + self.thread % 32 // 4 + 8 * r
 
     def ds(self, i, s, dp, do_slot):
-        """dS^T = P^T (dP^T - D), rounded as the operand of dK and, transposed, into the shared memory of step ``i``."""
+        """dS^T = P^T (dP^T - D), times the slope of the cap, rounded as the operand of dK and, transposed, into the shared memory of step ``i``."""
         c, P, dP, delta = self.config, rows_of(s), rows_of(dp), self._columns(self.sD, do_slot)
         for j in range(c.tile_m // 4):
             for r in range(2):

@@ -26,7 +26,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.mods import AUX, decode_aux
-from flash4.common.numerics import LOG2E, opaque
+from flash4.common.numerics import LOG2E, Cap, opaque
 from flash4.common.shares import find_share
 from flash4.common.tiles import Grid, TileSchedule, workers_of
 from flash4.common.varlen import Sequences, VarlenSchedule
@@ -51,9 +51,8 @@ class RunTime:
     """What crosses the launch besides operands and grid; None where the config has no such feature."""
 
     lse: cute.Tensor  # (B, H, Sq), float32
-    scale: object  # factor of a score, or of the tanh that caps it, Float32; None if only scale_log2 is needed
-    scale_log2: object  # the same in log2 units; None if verbs scale scores one by one
-    cap_scale: object  # factor of a score within the tanh, Float32
+    scale: Float32  # factor of a score, or of the tanh that caps it; in log2 units unless the config is natural
+    cap: object  # numerics.Cap
     left: object  # sides of the window, Int32
     right: object
     sink: object  # (H,), float32
@@ -193,11 +192,11 @@ class ForwardSm90:
             sequences = optional["cu_seqlens_q"].shape[0] + 1
             total = grid.total + sequences * grid.groups * heads_kv
         numbers = dict(zip(c.numbers, numbers, strict=True))
+        scale = numbers["scale"] if c.natural else numbers["scale"] * LOG2E
         run_time = RunTime(
             lse=lse,
-            scale=numbers["scale"] if c.natural else None,
-            scale_log2=None if c.natural else numbers["scale"] * LOG2E,
-            cap_scale=numbers.get("cap_scale"),
+            scale=scale,
+            cap=self._cap(numbers["cap_scale"], scale) if c.softcap else None,
             left=numbers.get("left"),
             right=numbers.get("right"),
             sink=optional.get("sink"),
@@ -216,6 +215,10 @@ class ForwardSm90:
             stream=stream,
             min_blocks_per_mp=1,
         )
+
+    def _cap(self, cap_scale, scale):
+        """The cap of scores; a negative scale is that of what is within."""
+        return Cap.of(-cap_scale if self.config.negate else cap_scale, scale)
 
     def _aux(self, optional):
         """Tensors that mods read, or None."""
@@ -398,13 +401,22 @@ class ForwardSm90:
             c, schedule, *operands[:3], heads_per_kv, run_time.v_rows_of_entry, *smem_tensors, rank
         )
 
+    def _inverse(self, scale_log2):
+        """1 / scale_log2, of what softmax takes."""
+        if self.config.changes_scores:
+            return Float32(1 / LOG2E if self.config.natural else 1.0)
+        return cute.arch.rcp_approx(scale_log2)
+
     def _mma_ops(self, mmas, smem_tensors, o, run_time, tiles, place):
         """Partition the operands for one warpgroup; allocate its accumulators and row state."""
         c = self.config
         mma_qk, mma_pv = mmas
         sQ, sK, sV, sO = smem_tensors
         thread, warpgroup_index, rank = place
-        scale_log2 = Float32(LOG2E) if c.natural else run_time.scale_log2
+        scale = -run_time.scale if c.negate else run_time.scale
+        scale_log2 = run_time.scale
+        if c.changes_scores:
+            scale_log2 = Float32(LOG2E if c.natural else 1.0)
         thr_qk = mma_qk.get_slice(warpgroup_index * WARPGROUP)
         thr_pv = mma_pv.get_slice(warpgroup_index * WARPGROUP)
         return MmaOps(
@@ -419,10 +431,10 @@ class ForwardSm90:
             state=make_row_state(),
             tiles=tiles if c.varlen else tiles.schedule,
             worker_tiles=tiles,
-            cap_scale=run_time.cap_scale,
-            scale=run_time.scale,
+            cap=run_time.cap,
+            scale=scale,
             scale_log2=scale_log2,
-            inv_scale_log2=Float32(1 / LOG2E) if c.natural else cute.arch.rcp_approx(scale_log2),
+            inv_scale_log2=self._inverse(scale_log2),
             thread=thread,
             warpgroup=warpgroup_index + rank * c.mma_warpgroups,
             o=o,
@@ -432,5 +444,6 @@ class ForwardSm90:
             mSlopes=run_time.slopes,
             aux=run_time.aux,
             slopes=cute.make_rmem_tensor(2, Float32) if c.alibi else None,
+            positions=cute.make_rmem_tensor(2, Int32) if c.alibi and c.fixed_shift else None,
             mRedone=run_time.redone,
         )

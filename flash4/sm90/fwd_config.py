@@ -11,7 +11,8 @@ SMEM_ALIGN = 1_024  # the 128-byte swizzle repeats every 1,024 bytes
 ELEMENT_BYTES = 2
 COST_BYTES = 8
 MMA_ROWS = 64  # rows of one warpgroup's WGMMA
-TILE_DIM_STEP = 32  # head dims are padded in shared memory to a multiple of this
+TILE_DIM_STEP = 16  # head dims are padded in shared memory to a multiple of this
+WIDE_TILE_DIM_STEP = 32  # those above 128 to a multiple of this
 O_COLUMN_STEP = 64  # columns of O that one box of a TMA store holds
 LARGEST_TOTAL = 2.0**64  # row sum up to which P of a fixed shift is trusted, if O is finite too
 MARKS = 127  # marks of tiles to work on again: one per wave, modulo this, and one for all
@@ -19,6 +20,11 @@ MARKS_BYTES = 4 * (MARKS + 1)
 GROWTH_LOG2, BF16_GROWTH_LOG2 = 8, 16  # see ForwardConfig.growth_log2
 KEY_STEP = 16  # keys that one WGMMA of P V contracts
 MAX_HEAD_DIM = 256
+LONG = 8_192  # keys from which on power decides at head dim 64
+LATE_VALUES = (
+    128,
+    256,
+)  # V's tiles beside which, with wide tiles of Q, a fixed shift gains nothing
 # Registers per thread of ``mma`` and of ``load``, by warpgroups of ``mma``. Decoding tiles of sequences takes more.
 REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32), 4: (112, 24)}
 VARLEN_REGISTERS = {1: (256, 56), 2: (232, 40), 3: (152, 56), 4: (112, 32)}
@@ -159,8 +165,23 @@ class ForwardConfig:
 
     @property
     def natural(self) -> bool:
-        """Verbs scale scores one by one, in natural units, to add what depends on the place of query and key."""
-        return self.alibi or self.score_mod != 0
+        """Verbs scale scores one by one, in natural units: a mod takes them so."""
+        return self.score_mod != 0
+
+    @property
+    def changes_scores(self) -> bool:
+        """Verbs scale scores one by one, unless natural in log2 units, since they change them on the way."""
+        return self.softcap or self.alibi or self.natural
+
+    def ways_to_cap(self, masked: bool) -> int:
+        """Ways to cap scores, of ``numerics.Cap``: all 3, or the first and the last, or the last alone.
+
+        Blocks with a mask are few, and four warpgroups have few registers: one more way for them spills.
+        """
+        scarce = self.mma_warpgroups > 2 and not self.fixed_shift
+        if scarce and self.alibi:
+            return 1
+        return 2 if masked or scarce else 3
 
     @property
     def may_hide_any(self) -> bool:
@@ -250,7 +271,7 @@ class ForwardConfig:
         blocks, lengths = tiles.blocks, tiles.lengths(tile)
         begin = self.unseen_blocks(tile, warpgroup, tiles) + 1
         if not (self.left or blocks.ends_early):
-            return self._unmasked_phases(tile, begin, tile.n_blocks)
+            return self._later_phases(tile, begin, tile.n_blocks, masked=False)
         end, found = tile.first_block + tile.n_blocks, []
         last_block = tile.n_blocks - self.passed_blocks(tile, warpgroup, tiles)
         if blocks.ends_early:
@@ -261,18 +282,19 @@ class ForwardConfig:
             found.append(Phase(begin, cut, True))
             begin = cut
         if not self.left:
-            return (*found, *self._unmasked_phases(tile, begin, tile.n_blocks))
+            return (*found, *self._later_phases(tile, begin, tile.n_blocks, masked=False))
         last = warpgroup if self.skip else self.tile_warpgroups - 1
         query = self.first_query(tile, last) + MMA_ROWS // self.pack - 1
         cut = imin(imax(end - blocks.unmasked_from(query, *lengths), begin), last_block)
-        unmasked = self._unmasked_phases(tile, begin, cut)
-        return (*found, *unmasked, Phase(cut, last_block, True))
+        unmasked = self._later_phases(tile, begin, cut, masked=False)
+        return (*found, *unmasked, *self._later_phases(tile, cut, last_block, masked=True))
 
-    def _unmasked_phases(self, tile, begin, end) -> tuple[Phase, ...]:
+    def _later_phases(self, tile, begin, end, masked) -> tuple[Phase, ...]:
+        """Blocks that come when every row has seen a key, whose shift may be fixed."""
         if not self.fixed_shift:
-            return (Phase(begin, end, False),)
+            return (Phase(begin, end, masked),)
         cut = end - tile.again * imax(end - begin, 0)
-        return (Phase(begin, cut, False, fixed=True), Phase(cut, end, False))
+        return (Phase(begin, cut, masked, fixed=True), Phase(cut, end, masked))
 
     @property
     def q_bytes(self) -> int:
@@ -385,13 +407,14 @@ def choose_shift(config: ForwardConfig) -> tuple[ForwardConfig, str]:
     """Fix the softmax shift where that is faster and the range of P allows it; and the reason."""
     if not config.bf16:
         return config, "the softmax shift follows the maximum: P would leave the range of float16"
-    if max(config.tile_d, config.tile_dv) > 128:
-        return config, "the softmax shift follows the maximum: the products take the time"
-    if config.varlen or config.natural or config.may_hide_any:
+    if config.varlen or config.may_hide_any:
         return config, "the softmax shift follows the maximum, as with all but plain masks"
-    settle = 8 if max(config.tile_d, config.tile_dv) == 64 else 0
+    if config.alibi and not config.causal:
+        return config, "the softmax shift follows the maximum: the first blocks are the farthest"
+    if config.tile_dv in LATE_VALUES and max(config.tile_d, config.tile_dv) > 128:
+        return config, "the softmax shift follows the maximum: the products take the time"
     why = "a fixed softmax shift in blocks without a mask; what outgrows it is done again"
-    return replace(config, fixed_shift=True, settle=settle), why
+    return replace(config, fixed_shift=True), why
 
 
 def spend_memory(config: ForwardConfig) -> tuple[ForwardConfig, str]:
@@ -414,7 +437,8 @@ def spend_memory(config: ForwardConfig) -> tuple[ForwardConfig, str]:
 
 def padded_head_dim(head_dim: int) -> int:
     """Head dim of the tile: at least 64, then in steps that keep the number of kernels small."""
-    return max(64, -(-head_dim // TILE_DIM_STEP) * TILE_DIM_STEP)
+    step = TILE_DIM_STEP if head_dim <= 128 else WIDE_TILE_DIM_STEP
+    return max(64, -(-head_dim // step) * step)
 
 
 def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
@@ -422,25 +446,59 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
 
     S and P of a block and O of a tile share a thread's registers, hence fewer keys per block for a wider V.
     """
-    if max(tile_d, tile_dv) == 64 and not (problem.score_mod or problem.mask_mod):
-        tile = {"tile_m": 256, "tile_n": 64, "stages": 4, "settle": 0}
-        if problem.causal or problem.window_right:
+    wide, cut = max(tile_d, tile_dv), problem.causal or problem.window_right
+    mods = problem.score_mod or problem.mask_mod
+    # Four warpgroups have few registers: one of these at a time.
+    crowded = problem.softcap + problem.alibi + problem.window_left > 1
+    if wide == 64 and not (mods or crowded):
+        if not (cut or problem.window_left or problem.varlen) and problem.seqlen_k >= LONG:
+            tile = {"tile_m": 192, "tile_n": 128, "stages": 3, "turns": True, "settle": 8}
+            return (
+                tile,
+                f"head dims up to 64, at least {LONG} keys, all seen: long blocks take least power",
+            )
+        tile = {"tile_m": 256, "tile_n": 64, "stages": 4, "settle": 8 if _may_fix(problem) else 0}
+        if cut:
             why = "head dims up to 64: warpgroups skip blocks past their own rows"
             return {**tile, "skip": True}, why
         return {**tile, "turns": True}, "head dims up to 64: four warpgroups, short blocks"
-    if max(tile_d, tile_dv) <= 128 and problem.window_left and not (problem.aux or problem.softcap):
-        tile = {"tile_m": 128, "tile_n": 64, "stages": 4, "settle": 0}
-        skip = problem.causal or problem.window_right
-        return {**tile, "skip": skip}, "a window: short blocks, of which few are cut at its sides"
-    by_registers = {64: 128, 96: 128, 128: 128, 160: 112, 192: 112, 224: 80, 256: 64}[tile_dv]
+    if _may_fix(problem):
+        why = "short blocks: of few is any part behind a mask"
+        if wide <= 96:
+            return {"tile_m": 192, "tile_n": 64, "stages": 3, "settle": 12, "skip": cut}, why
+        if wide <= 128:
+            return {"tile_m": 128, "tile_n": 64, "stages": 4, "settle": 0, "skip": cut}, why
+        if tile_dv > 128:
+            return {"tile_m": 128, "tile_n": 64, "stages": 2, "settle": 16, "skip": cut}, why
+    by_registers = {
+        64: 128,
+        80: 128,
+        96: 128,
+        112: 128,
+        128: 128,
+        160: 112,
+        192: 112,
+        224: 80,
+        256: 64,
+    }[tile_dv]
     if problem.aux:  # loads that mods make for each score are all in flight at once
-        by_registers = {64: 64, 96: 64, 128: 64, 160: 64, 192: 48, 224: 48, 256: 32}[tile_dv]
+        by_registers = {160: 64, 192: 48, 224: 48, 256: 32}.get(tile_dv, 64)
     tile = {"tile_m": 128, "tile_n": by_registers, "stages": 2, "settle": 12}
     while not ForwardConfig(True, tile_d, tile_dv, causal=False, **tile).fits:
         tile["tile_n"] -= KEY_STEP
     limit = "registers" if tile["tile_n"] == by_registers else "shared memory"
     dims = f"head dims {tile_d}/{tile_dv}"
     return tile, f"{tile['tile_n']} keys per block: what {limit} can hold beside {dims}"
+
+
+def _may_fix(problem) -> bool:
+    """Whether the softmax shift may be fixed."""
+    import torch
+
+    mods = problem.score_mod or problem.mask_mod
+    if problem.alibi and not problem.causal:  # the first blocks are the farthest
+        return False
+    return problem.dtype == torch.bfloat16 and not (mods or problem.varlen)
 
 
 def choose_pack(problem, tile_m: int) -> tuple[int, str]:

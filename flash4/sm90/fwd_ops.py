@@ -314,6 +314,74 @@ def outgrown(S, state):
 
 
 @dataclass(frozen=True)
+class Flat:
+    """Addend of a row's scores: the negative of its shift."""
+
+    shift: object
+
+    def at(self, j):
+        """Addend of this thread's score ``j``."""
+        return -self.shift
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Addend that grows with the column, all keys being before the query."""
+
+    slope: Float32
+    last: int
+    at_last: Float32
+
+    def at(self, j):
+        """Addend of this thread's score ``j``; at the key next to the query no digits are lost."""
+        back = self.last - (8 * (j // 2) + j % 2)
+        return self.at_last - self.slope * Float32(back) if back else self.at_last
+
+
+@dataclass(frozen=True)
+class Roof:
+    """Addend that falls on both sides of the query's position."""
+
+    slope: Float32
+    distance: Float32  # of the query's position from this thread's first column
+    shift: object
+
+    def at(self, j):
+        """Addend of this thread's score ``j``."""
+        column = Float32(8 * (j // 2) + j % 2)
+        return -self.slope * cute.math.absf(self.distance - column) - self.shift
+
+
+@cute.jit
+def cap_scores(S: cute.Tensor, cap, addends, ways: cutlass.Constexpr):
+    """Capped S plus addends, for a warp at a time in the cheapest of two or three ways that its largest score allows."""
+    used = numerics.largest_pair_bits(row_values(S, 0) + row_values(S, 1))
+    if cute.arch.vote_any_sync(used > numerics.float_bits(cap.near_end)):
+        if cutlass.const_expr(ways == 2):
+            replace_scores(S, cap.of_any, addends)
+        else:
+            cap_large_scores(S, cap, addends, used)
+    else:
+        replace_scores(S, cap.of_near, addends)
+
+
+@cute.jit
+def cap_large_scores(S: cute.Tensor, cap, addends, used):
+    """As ``cap_scores``, of the two ways for scores that are not near zero; ``used`` is what decides."""
+    if cute.arch.vote_any_sync(used > numerics.float_bits(cap.middle_end)):
+        replace_scores(S, cap.of_any, addends)
+    else:
+        replace_scores(S, cap.of_middle, addends)
+
+
+def replace_scores(S, function, addends):
+    """S = function(S, addend)."""
+    for r in range(2):
+        for j in range(cute.size(S) // 2):
+            S[r, j] = function(S[r, j], addends[r].at(j))
+
+
+@dataclass(frozen=True)
 class MmaOps:
     """Verbs of the ``mma`` role; every tensor is this warpgroup's or this thread's part."""
 
@@ -328,8 +396,8 @@ class MmaOps:
     state: RowState
     tiles: object  # TileSchedule or VarlenSchedule
     worker_tiles: object  # Tiles, or the VarlenSchedule
-    cap_scale: object  # factor of a score within the cap, Float32; None without a cap
-    scale: object  # factor of a score, or the cap, Float32; None unless the config is natural
+    cap: object  # numerics.Cap, or None
+    scale: Float32  # factor of a score without a cap, signed; in log2 units unless the config is natural
     scale_log2: Float32  # factor of what softmax takes
     inv_scale_log2: Float32
     thread: Int32  # in the warpgroup
@@ -339,7 +407,8 @@ class MmaOps:
     mLSE: cute.Tensor  # (B, H, S)
     mSink: object  # (H,) float32, or None
     mSlopes: object  # (B, H) float32, or None
-    slopes: object  # of this thread's two rows, or None
+    slopes: object  # of this thread's two rows, in units of changed scores, or None
+    positions: object  # of these rows, as ``_position`` has them, or None
     aux: object  # tuple of tensors that mods read, or None
     mRedone: object  # (1,) int32, tiles that were worked on again, or None
 
@@ -368,7 +437,16 @@ class MmaOps:
         if self.config.alibi:
             place = self.tiles.place(tile)
             for r in range(2):
-                self.slopes[r] = self.mSlopes[place.batch, self._head(place, r)]
+                slope = self.mSlopes[place.batch, self._head(place, r)]
+                self.slopes[r] = slope if self.config.natural else slope * LOG2E
+                if self.config.fixed_shift:  # opaque, or it would be computed for every block
+                    self.positions[r] = numerics.opaque(self._position(tile, r))
+
+    def _position(self, tile, r):
+        """Position of this thread's row ``r`` among the keys, less the thread's first column in a block."""
+        seqlen_q, seqlen_k = self.tiles.lengths(tile)
+        query = tile.m_block * self.config.tile_q + self._query_row(r) // self.config.pack
+        return query + seqlen_k - seqlen_q - 2 * (self.thread % 4)
 
     def _head(self, place, r):
         """Query head of this thread's row ``r``; the last one for packed rows that have none."""
@@ -425,20 +503,13 @@ class MmaOps:
                 S[r, j] = cutlass.select_(seen, S[r, j], -Float32.inf)
 
     def _prepare(self, tile, n_block, S, masked):
-        """Negate for a negative scale, cap, then mask."""
+        """Negate for a negative scale, or change scores, then mask."""
         c = self.config
-        if c.softcap:
-            factor = -self.cap_scale if c.negate else self.cap_scale
-            for i in range(cute.size(S)):
-                S[i] = numerics.tanh(S[i] * factor)
+        if c.changes_scores:
+            self._change(S, self._addends(tile, n_block, masked, (0.0, 0.0)), masked)
         elif c.negate:
             for i in range(cute.size(S)):
                 S[i] = -S[i]
-        if c.natural:
-            for i in range(cute.size(S)):
-                S[i] = S[i] * self.scale
-        if c.alibi:
-            self._add_alibi(tile, n_block, S)
         if c.score_mod or c.mask_mod:
             self._apply_mods(tile, n_block, S)
         if masked and (c.causal or c.left or c.right):
@@ -446,16 +517,33 @@ class MmaOps:
         elif masked:
             self._mask_tail(tile, n_block, S)
 
-    def _add_alibi(self, tile, n_block, S):
-        """S -= slope |p - j|, with p the query's position among the keys."""
-        c, (seqlen_q, seqlen_k) = self.config, self.tiles.lengths(tile)
-        first_column = (tile.first_block + n_block) * c.tile_n + 2 * (self.thread % 4)
+    def _addends(self, tile, n_block, masked, shifts):
+        """What scores of this thread's two rows get added: ALiBi's -slope |p - j| and the negative of a shift.
+
+        p is the query's position among the keys, j that of the key.
+        """
+        c, addends = self.config, []
+        if not c.alibi:
+            return tuple(Flat(shift) for shift in shifts)
         for r in range(2):
-            query = tile.m_block * c.tile_q + self._query_row(r) // c.pack
-            distance = Float32(query + seqlen_k - seqlen_q - first_column)
-            for j in range(c.tile_n // 4):
-                column = Float32(8 * (j // 2) + j % 2)
-                S[r, j] = S[r, j] - self.slopes[r] * cute.math.absf(distance - column)
+            position = self.positions[r] if c.fixed_shift else self._position(tile, r)
+            distance = position - (tile.first_block + n_block) * c.tile_n
+            if c.causal and not masked:  # p >= j, of the thread's last column too
+                last = 8 * (c.tile_n // 8 - 1) + 1
+                at_last = -self.slopes[r] * Float32(distance - last) - shifts[r]
+                addends.append(Slope(self.slopes[r], last, at_last))
+            else:
+                addends.append(Roof(self.slopes[r], Float32(distance), shifts[r]))
+        return tuple(addends)
+
+    def _change(self, S, addends, masked):
+        """S = scale S, or its cap, plus the addends; in log2 units unless the config is natural."""
+        if not self.config.softcap:
+            replace_scores(S, lambda s, addend: s * self.scale + addend, addends)
+        elif self.config.ways_to_cap(masked) == 1:
+            replace_scores(S, self.cap.of_any, addends)
+        else:
+            cap_scores(S, self.cap, addends, self.config.ways_to_cap(masked))
 
     def _apply_mods(self, tile, n_block, S):
         """S = score_mod(S), and -inf where mask_mod hides a key; see ``flash_attn_func`` for what they are given."""
@@ -491,7 +579,11 @@ class MmaOps:
 
     def softmax(self, tile, n_block, s, phase):
         """Move the shift if it must and may; P = exp2(scale_log2 S - shift), l += rowsum P."""
-        S = rows_of(s)
+        S, c, shifts = rows_of(s), self.config, self.state.shift_log2
+        if phase.fixed and c.changes_scores:  # with the shift, which is known
+            self._change(S, self._addends(tile, n_block, False, (shifts[0], shifts[1])), False)
+            self._exponentials(S, False, shifted=True)
+            return
         self._prepare(tile, n_block, S, phase.masked)
         if not phase.fixed:
             self.state.correction.fill(1.0)
@@ -508,8 +600,8 @@ class MmaOps:
     def _scales_log2(self):
         return self.scale_log2, self.inv_scale_log2
 
-    def _exponentials(self, S, masked):
-        """P in place of S, and its row sums in four chains; settle after a set number of them."""
+    def _exponentials(self, S, masked, shifted=False):
+        """P in place of S, which may be shifted, and its row sums in four chains; settle after a set number of them."""
         state, columns = self.state, self.config.tile_n // 4
         settle_at = 2 * columns * self.config.settle // 64
         chains = []
@@ -519,7 +611,8 @@ class MmaOps:
                 shift = cutlass.select_(shift == -Float32.inf, Float32(0.0), shift)
             chains.append([None] * 4)
             for j in range(columns):
-                p = cute.math.exp2(S[r, j] * self.scale_log2 - shift, fastmath=True)
+                log2_p = S[r, j] if shifted else S[r, j] * self.scale_log2 - shift
+                p = cute.math.exp2(log2_p, fastmath=True)
                 S[r, j] = p
                 chain = chains[r][j % 4]
                 chains[r][j % 4] = p if chain is None else chain + p

@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import flash4
+from tests import strategies
 from tests.gpu.gradients import DEVICE, DOUTS, GradientCase, poison
 from tests.strategies import Problem
 
@@ -60,6 +61,33 @@ PROBLEMS = {
         **D64, **SQUARE, layouts=("expanded_heads", "expanded_batch", "every_second")
     ),
     "many heads": Problem(**D64, batch=3, heads_kv=40, seqlen_q=70, seqlen_k=70, causal=True),
+    "d128 window": Problem(**D128, **SQUARE, window_size=(100, 30)),
+    "d128 causal window": Problem(**D128, heads_kv=2, ratio=2, seqlen_q=700, seqlen_k=900, window_size=(128, 0)),
+    "d64 window that leaves keys unseen": Problem(
+        **D64, heads_kv=2, seqlen_q=200, seqlen_k=900, window_size=(40, 40)
+    ),
+    "d96 window at the right": Problem(
+        head_dim=96, head_dim_v=96, heads_kv=2, seqlen_q=500, seqlen_k=300, window_size=(None, 5)
+    ),
+    "d128 cap": Problem(**D128, **SQUARE, causal=True, softcap=5.0),
+    "d64 cap, negative scale": Problem(**D64, **SQUARE, softcap=2.0, softmax_scale=-0.3),
+    "d128 cap and window": Problem(**D128, **SQUARE, softcap=5.0, window_size=(100, 30)),
+    "d128 sink, rows without keys": Problem(
+        **D128, heads_kv=3, ratio=2, seqlen_q=517, seqlen_k=130, causal=True, sink=0.0
+    ),
+    "d64 sink far above": Problem(**D64, **SQUARE, sink=1000.0),
+    "d128 alibi": Problem(**D128, **SQUARE, causal=True, alibi="by head"),
+    "d64 alibi, grouped heads": Problem(
+        **D64, batch=2, heads_kv=2, ratio=3, seqlen_q=200, seqlen_k=300, alibi="by batch and head"
+    ),
+    "d128 everything": Problem(
+        **D128, batch=2, heads_kv=2, ratio=2, seqlen_q=333, seqlen_k=260, window_size=(100, 100),
+        softcap=3.0, sink=2.0, alibi="by batch and head", softmax_scale=-0.2,
+    ),
+    "d64 everything": Problem(
+        head_dim=64, head_dim_v=64, dtype=BF16, heads_kv=2, ratio=4, seqlen_q=133, seqlen_k=700,
+        causal=True, window_size=(300, None), softcap=3.0, sink=2.0, alibi="by head",
+    ),
     "long": Problem(**D128, seqlen_q=3000, seqlen_k=3100, causal=True),
 }  # fmt: skip
 every_problem = pytest.mark.parametrize("name", PROBLEMS)
@@ -249,10 +277,9 @@ def test_what_nobody_writes_would_show():
 
 
 FEATURES = {
-    "window": {"window_size": (5, None)},
-    "softcap": {"softcap": 3.0},
-    "sink": {"learnable_sink": torch.zeros(2)},
-    "alibi": {"alibi_slopes": torch.ones(2)},
+    "mask_mod": {"mask_mod": strategies.dilated},
+    "score_mod": {"score_mod": strategies.relative_bias},
+    "slopes that need a gradient": {"alibi_slopes": torch.ones(2)},
 }
 
 
@@ -260,7 +287,8 @@ FEATURES = {
 def test_gradients_that_are_not_built_are_refused_by_the_forward(name: str):
     inputs = GradientCase(PROBLEMS["d128 causal"]).inputs()
     keywords = {
-        key: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for key, x in FEATURES[name].items()
+        key: x.to(DEVICE).requires_grad_() if isinstance(x, torch.Tensor) else x
+        for key, x in FEATURES[name].items()
     }
     with pytest.raises(NotImplementedError, match="not built"):
         flash4.flash_attn_func(*inputs, **keywords)

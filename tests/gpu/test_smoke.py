@@ -71,6 +71,16 @@ PROBLEMS = {
     "d128 cap": Problem(**D128, **SQUARE, softcap=5.0),
     "d128 cap far above the scores": Problem(**D128, **SQUARE, causal=True, softcap=1e6),
     "d128 cap, large scores": Problem(**D128, **SQUARE, causal=True, softcap=2.0, value_scale=9.0),
+    "d128 cap, scores near zero": Problem(**D128, **LONG, causal=True, softcap=30.0),
+    "d128 cap, scores in the middle": Problem(**D128, **LONG, softcap=8.0, softmax_scale=-0.09),
+    "d128 cap, scores everywhere": Problem(**D128, **LONG, causal=True, softcap=6.0, alibi="by head"),
+    "d64 cap, scores in the middle": Problem(
+        head_dim=64, head_dim_v=64, dtype=BF16, **LONG, causal=True, softcap=8.0
+    ),
+    "d128 tiny cap and scale": Problem(
+        **D128, **LONG, causal=True, softcap=1e-30, softmax_scale=1e-31
+    ),
+    "d128 huge cap": Problem(**D128, **LONG, causal=True, softcap=1e30),
     "d128 sink": Problem(**D128, **SQUARE, sink=1.0),
     "d128 sink, rows without keys": Problem(
         **D128, heads_kv=3, ratio=2, seqlen_q=517, seqlen_k=130, causal=True, sink=0.0
@@ -88,6 +98,14 @@ PROBLEMS = {
         sink=2.0,
     ),
     "d128 alibi": Problem(**D128, **SQUARE, alibi="by head"),
+    "d128 causal alibi": Problem(**D128, **LONG, causal=True, alibi="by head"),
+    "d128 causal alibi, slopes of both signs": Problem(
+        **D128, **LONG, batch=2, causal=True, alibi="by batch and head", softmax_scale=-0.1
+    ),
+    "d64 causal alibi": Problem(
+        head_dim=64, head_dim_v=64, dtype=BF16, **LONG, batch=2, ratio=4, causal=True,
+        alibi="by batch and head",
+    ),
     "d64 causal alibi, packed heads": Problem(
         head_dim=64, head_dim_v=64, batch=2, heads_kv=2, ratio=3, seqlen_q=30, seqlen_k=700, causal=True,
         alibi="by batch and head", softcap=4.0,

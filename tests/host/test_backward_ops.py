@@ -13,7 +13,7 @@ import flash4
 from flash4 import dispatch, ops, reference
 from flash4.common.fragments import dq_place
 from flash4.passes.bwd_config import FINISH, PREPARE
-from flash4.problem import AttentionProblem, CallOptions
+from flash4.problem import AttentionProblem
 from tests import strategies
 from tests.checks import assert_gradients_close
 from tests.host.test_dispatch import LAYOUTS, run_reference, stand_in_gpu
@@ -59,20 +59,31 @@ def prepare(config, tensors):
     sums.zero_()
 
 
-def multiply(config, tensors, scale, section):
+def multiply(config, tensors, numbers, section):
     """``sm90.bwd`` in torch, from the facts that the kernel has."""
-    q, k, v, dout, lse2, delta, sums, dk, dv = tensors
+    q, k, v, dout, lse2, delta, sums, dk, dv, *optional = tensors
     check_rows(q, k, v, dout, dk, dv)
+    numbers = dict(zip(config.numbers, numbers, strict=True))
+    optional = dict(zip(config.optional_tensors, optional, strict=True))
     ratio, seqlen_q, seqlen_k = q.shape[2] // k.shape[2], q.shape[1], k.shape[1]
     qs, dos = (x.float().transpose(1, 2) for x in (q, dout))
     ks, vs = (x.float().transpose(1, 2).repeat_interleave(ratio, 1) for x in (k, v))
-    scores = scale * qs @ ks.mT - lse2[:, :, :seqlen_q, None] * 0.6931471805599453
-    if config.causal:
-        hidden = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).triu(seqlen_k - seqlen_q + 1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    p = scores.exp()
-    ds = p * (dos @ vs.mT - delta[:, :, :seqlen_q, None])
-    for target, x, factor in ((dk, ds.mT @ qs, scale), (dv, p.mT @ dos, 1.0)):
+    scores, slope = numbers["scale"] * qs @ ks.mT, 1.0
+    if config.softcap:
+        capped = torch.tanh(numbers["cap_scale"] * qs @ ks.mT)
+        scores, slope = numbers["cap"] * capped, 1 - capped.square()
+    distance = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q - torch.arange(seqlen_k)
+    if config.alibi:
+        scores = scores - optional["alibi_slopes"][:, :, None, None] * distance.abs()
+    hidden = (distance < 0) & config.causal
+    if config.left:
+        hidden |= distance > numbers["left"]
+    if config.right:
+        hidden |= -distance > numbers["right"]
+    scores = scores - lse2[:, :, :seqlen_q, None] * 0.6931471805599453
+    p = scores.masked_fill(hidden, -torch.inf).exp()
+    ds = p * (dos @ vs.mT - delta[:, :, :seqlen_q, None]) * slope
+    for target, x, factor in ((dk, ds.mT @ qs, numbers["scale"]), (dv, p.mT @ dos, 1.0)):
         target.copy_((factor * x).unflatten(1, (-1, ratio)).sum(2).transpose(1, 2))
     padded = torch.zeros(*sums.shape[:2], sums.shape[2] * config.tile_m, config.tile_d)
     padded[:, :, :seqlen_q, : q.shape[3]] = ds @ ks
@@ -88,6 +99,11 @@ def finish(config, sums, dq, scale):
     rows[:, :, :, queries, columns] = sums
     rows = rows.flatten(2, 3)[:, :, : dq.shape[1], : dq.shape[3]]
     dq.copy_(scale * rows.transpose(1, 2))
+
+
+def backward_on_cpu(dout, dlse, q, k, v, out, lse, *fields):
+    """Do what the operator does with CUDA tensors."""
+    return ops.run_backward(dout, dlse, (q, k, v), out, lse, ops.backward_options(fields))
 
 
 @contextlib.contextmanager
@@ -108,13 +124,10 @@ def stand_in():
 
             return launch
 
-        def on_cpu(dout, dlse, q, k, v, out, lse, *options):
-            return ops.run_backward(dout, dlse, q, k, v, out, lse, CallOptions(*options))
-
         stack.enter_context(mock.patch.object(ops.CACHE, "get", get))
         stack.enter_context(mock.patch.object(ops, "_backward_launches", {}))
         library = stack.enter_context(torch.library._scoped_library("flash4", "IMPL"))
-        library.impl("backward", on_cpu, "CPU")
+        library.impl("backward", backward_on_cpu, "CPU")
         yield launched
     assert forwards
 
@@ -259,7 +272,7 @@ def test_empty_problems(empty):
     with stand_in_gpu():
         library = torch.library._scoped_library("flash4", "IMPL")
         with library as scope, mock.patch.object(ops, "_backward_launches", {}):
-            scope.impl("backward", lambda *a: ops.run_backward(*a[:7], CallOptions(*a[7:])), "CPU")
+            scope.impl("backward", backward_on_cpu, "CPU")
             flash4.flash_attn_func(*inputs).sum().backward()
     assert all(x.grad.shape == x.shape and not x.grad.any() for x in inputs)
 
@@ -307,12 +320,80 @@ def test_second_derivatives_are_refused():
             dq.sum().backward()
 
 
-UNBUILT = {
-    "window_left": {"window_size": (5, None)},
-    "window_right": {"window_size": (None, 5)},
+FEATURES = {
+    "window": {"window_size": (20, 9)},
+    "causal window": {"window_size": (20, None), "causal": True},
+    "window at the right": {"window_size": (None, 0)},
     "softcap": {"softcap": 3.0},
-    "sink": {"learnable_sink": torch.zeros(4)},
-    "alibi": {"alibi_slopes": torch.ones(4)},
+    "softcap, negative scale": {"softcap": 3.0, "softmax_scale": -0.3, "causal": True},
+    "alibi": {"alibi_slopes": torch.linspace(0.01, 0.3, 4).half()},
+    "alibi by batch": {"alibi_slopes": torch.linspace(0.01, 0.3, 8).view(2, 4), "causal": True},
+    "all": {
+        "window_size": (30, 20),
+        "softcap": 5.0,
+        "alibi_slopes": torch.linspace(0.01, 0.3, 4),
+        "learnable_sink": torch.linspace(-1, 1, 4),
+    },
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_gradients_of_features(name):
+    x, keywords = Inputs.draw(lengths=(90, 70)), FEATURES[name]
+    with stand_in():
+        out = flash4.flash_attn_func(*x.three, **keywords)
+        gradients = torch.autograd.grad(out, x.three, x.dout)
+    assert_gradients_close(gradients, x.three, x.dout, **keywords)
+
+
+SINKS = {
+    "some": torch.linspace(-2, 2, 4),
+    "far above and below": torch.tensor([-1000.0, -30.0, 30.0, 1000.0]),
+    "none": torch.full((4,), -torch.inf),
+    "float16": torch.linspace(-2, 2, 4).half(),
+}
+
+
+@pytest.mark.parametrize("loss", ["out", "both"])
+@pytest.mark.parametrize("name", SINKS)
+def test_gradients_of_sinks(name, loss):
+    """With rows that see no key, whose log-sum-exp is the sink."""
+    x, sink = Inputs.draw(lengths=(90, 70)), SINKS[name].clone().requires_grad_()
+    dlse = torch.randn(2, 4, 90) if loss == "both" else None
+    with stand_in():
+        out, lse = flash4.flash_attn_func(
+            *x.three, causal=True, learnable_sink=sink, return_lse=True
+        )
+        outputs, grads = ((out, lse), (x.dout, dlse)) if loss == "both" else (out, x.dout)
+        gradients = torch.autograd.grad(outputs, (*x.three, sink), grads)
+    assert gradients[3].dtype == sink.dtype
+    keywords = {"causal": True, "learnable_sink": sink.detach()}
+    assert_gradients_close(gradients, x.three, x.dout, dlse=dlse, **keywords)
+
+
+def test_only_the_sink_needs_a_gradient():
+    x, sink = Inputs.draw(), torch.zeros(4, requires_grad=True)
+    inputs = [t.detach() for t in x.three]
+    with stand_in():
+        flash4.flash_attn_func(*inputs, learnable_sink=sink).backward(x.dout)
+    gradients = (None, None, None, sink.grad)
+    assert_gradients_close(gradients, inputs, x.dout, learnable_sink=sink.detach())
+
+
+def test_the_sink_of_a_call_without_keys():
+    q = torch.randn(2, 5, 4, 8).half().requires_grad_()
+    kv, sink = torch.randn(2, 0, 4, 8).half(), torch.zeros(4, requires_grad=True)
+    dlse = torch.randn(2, 4, 5)
+    with stand_in_gpu(), mock.patch.object(ops, "_backward_launches", {}):
+        with torch.library._scoped_library("flash4", "IMPL") as library:
+            library.impl("backward", backward_on_cpu, "CPU")
+            _, lse = flash4.flash_attn_func(q, kv, kv, learnable_sink=sink, return_lse=True)
+            dq, dsink = torch.autograd.grad(lse, (q, sink), dlse)
+    assert not dq.any()
+    torch.testing.assert_close(dsink, dlse.sum((0, 2)))
+
+
+UNBUILT = {
     "mask_mod": {"mask_mod": strategies.dilated},
     "score_mod": {"score_mod": strategies.relative_bias},
     "varlen": {"seqused_k": torch.tensor([3, 90])},
@@ -341,13 +422,12 @@ def test_gradients_of_wide_heads_are_refused_by_the_forward(dims):
             flash4.flash_attn_func(*x.three)
 
 
-def test_gradients_of_sinks_and_slopes_are_refused():
-    x = Inputs.draw()
-    q, k, v = (t.detach() for t in x.three)
-    for name in ("learnable_sink", "alibi_slopes"):
-        with stand_in_gpu(run=lambda launch: None):
-            with pytest.raises(NotImplementedError, match="not built"):
-                flash4.flash_attn_func(q, k, v, **{name: torch.zeros(4, requires_grad=True)})
+def test_gradients_of_slopes_are_refused():
+    x, slopes = Inputs.draw(), torch.ones(4, requires_grad=True)
+    with stand_in_gpu(run=lambda launch: None):
+        with pytest.raises(NotImplementedError, match="alibi_slopes are not built.*detach"):
+            flash4.flash_attn_func(*x.three, alibi_slopes=slopes)
+        flash4.flash_attn_func(*x.three, alibi_slopes=slopes.detach())
 
 
 def test_deterministic_gradients_are_refused():
@@ -370,7 +450,8 @@ def test_real_and_fake_gradients_agree(layout):
     with FakeTensorMode() as mode:
         q = mode.from_tensor(x)
         out, lse = ops.empty_output(q, q.shape[-1]), ops.empty_lse(q)
-        fake = ops.backward(out, None, q, q, q, out, lse, 0.125, True)
+        *fake, dsink = ops.backward(out, None, q, q, q, out, lse, 0.125, True)
+    assert dsink.shape == (0,)
     for r, f in zip(real, fake, strict=True):
         assert (r.shape, r.stride(), r.dtype) == (
             f.shape,
@@ -385,8 +466,8 @@ def test_the_operator_is_registered_as_torch_expects():
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     with stand_in():
         out, lse = flash4.flash_attn_func(q, k, v, return_lse=True)
-        for dlse in (None, torch.randn_like(lse)):
-            call = (x.dout, dlse, q, k, v, out, lse, 0.125, True)
+        for dlse, sink in ((None, None), (torch.randn_like(lse), torch.zeros(4))):
+            call = (x.dout, dlse, q, k, v, out, lse, 0.125, True, 30, -1, 3.0, sink)
             torch.library.opcheck(ops.backward, call, test_utils=tests)
         torch.library.opcheck(ops.forward, (*x.three, 0.125, True, None))
 

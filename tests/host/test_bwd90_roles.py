@@ -11,16 +11,20 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+import flash4
 from flash4 import reference
+from flash4.interface import options_of
 from flash4.jit.compile import compile_kernel
-from flash4.problem import AttentionProblem
+from flash4.problem import AttentionProblem, CallOptions
 from flash4.sim.explore import explore
 from flash4.sim.sm90_bwd import backward_machines, simulate_backward
 from flash4.sm90.bwd_config import BackwardConfig, choose_config
+from tests import strategies
 from tests.checks import assert_gradients_close
+from tests.gpu.gradients import is_built
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,35 @@ class Case:
     value_scale: float = 1.0
     workers: int = 2
     dlse: bool = False
+    window_size: tuple[int | None, int | None] = (None, None)
+    softcap: float = 0.0
+    sink: float | None = None  # mean of the sinks
+
+    @property
+    def heads(self):
+        """Query heads."""
+        return self.heads_kv * self.ratio
 
     @property
     def keywords(self):
-        """Keywords of the reference."""
-        return {"softmax_scale": self.softmax_scale, "causal": self.config.causal}
+        """Keywords of the reference; the config's flags are the other half of the problem."""
+        heads = torch.arange(float(self.heads))
+        return {
+            "softmax_scale": self.softmax_scale,
+            "causal": self.config.causal,
+            "window_size": self.window_size,
+            "softcap": self.softcap,
+            "learnable_sink": None if self.sink is None else self.sink + heads,
+            "alibi_slopes": 0.02 * (heads + 1) if self.config.alibi else None,
+        }
+
+    @property
+    def options(self):
+        """What the simulator takes; a sink is in the log-sum-exp alone."""
+        sides = (-1 if side is None else side for side in self.window_size)
+        options = CallOptions(self.softmax_scale, self.config.causal, None, *sides, self.softcap)
+        slopes = self.keywords["alibi_slopes"]
+        return options._replace(alibi_slopes=None if slopes is None else slopes.numpy())
 
     def tensors(self):
         """Random normal q, k, v and dout in the config's dtype, and dlse or None."""
@@ -54,14 +82,13 @@ class Case:
             x = torch.randn(self.batch, seqlen, heads, head_dim, generator=generator)
             return (x * scale).to(dtype)
 
-        heads = self.heads_kv * self.ratio
         tensors = (
-            draw(self.seqlen_q, heads, self.head_dim),
+            draw(self.seqlen_q, self.heads, self.head_dim),
             draw(self.seqlen_k, self.heads_kv, self.head_dim),
             draw(self.seqlen_k, self.heads_kv, self.head_dim_v),
-            draw(self.seqlen_q, heads, self.head_dim_v, 1.0),
+            draw(self.seqlen_q, self.heads, self.head_dim_v, 1.0),
         )
-        dlse = torch.randn(self.batch, heads, self.seqlen_q, generator=generator)
+        dlse = torch.randn(self.batch, self.heads, self.seqlen_q, generator=generator)
         return *tensors, dlse if self.dlse else None
 
     def arrays(self):
@@ -72,10 +99,10 @@ class Case:
         return arrays, None if dlse is None else dlse.numpy()
 
 
-def shipped(head_dim, head_dim_v, causal, bf16=True):
-    """Config that a call with these head dims gets."""
+def shipped(head_dim, head_dim_v, causal, bf16=True, **features):
+    """Config that a call with these head dims and features gets."""
     dtype = torch.bfloat16 if bf16 else torch.float16
-    facts = AttentionProblem(dtype, 1, 4096, 4096, 1, 1, head_dim, head_dim_v, causal)
+    facts = AttentionProblem(dtype, 1, 4096, 4096, 1, 1, head_dim, head_dim_v, causal, **features)
     return choose_config(facts)[0]
 
 
@@ -101,7 +128,7 @@ def run(case: Case, seed: int = 0):
     q, k, v, dout, dlse = case.tensors()
     arrays, dlse_array = case.arrays()
     results = simulate_backward(
-        case.config, arrays, case.softmax_scale, case.workers, seed, dlse=dlse_array
+        case.config, arrays, case.options, case.workers, seed, dlse=dlse_array
     )
     gradients = [torch.from_numpy(x).to(q.dtype) for x in results]
     assert_gradients_close(gradients, (q, k, v), dout, dlse=dlse, **case.keywords)
@@ -134,8 +161,15 @@ def lengths(unit: int, most: int):
 @st.composite
 def cases(draw):
     config, head_dim, head_dim_v = draw(st.sampled_from(CONFIGS))
+    left, right = (draw(st.one_of(st.none(), st.integers(0, 300))) for _ in range(2))
+    window = draw(st.sampled_from(((None, None), (None, None), (left, None), (left, right))))
+    causal, softcap = draw(st.booleans()), draw(st.sampled_from((0.0, 0.0, 2.0, 50.0)))
+    if causal:
+        window = (window[0], None)
+    limited = {"left": window[0] is not None, "right": window[1] is not None}
+    features = {"softcap": softcap != 0, "alibi": draw(st.sampled_from((False, False, True)))}
     return Case(
-        replace(config, causal=draw(st.booleans())),
+        replace(config, causal=causal, **limited, **features),
         draw(st.sampled_from((head_dim, 8 * draw(st.integers(1, head_dim // 8))))),
         draw(st.sampled_from((head_dim_v, 8 * draw(st.integers(1, head_dim_v // 8))))),
         batch=draw(st.integers(1, 2)),
@@ -147,6 +181,9 @@ def cases(draw):
         value_scale=draw(st.sampled_from((1.0, 0.1, 3.0))),
         workers=draw(st.integers(1, 4)),
         dlse=draw(st.booleans()),
+        window_size=window,
+        softcap=softcap,
+        sink=draw(st.sampled_from((None, None, 1.0))),
     )
 
 
@@ -156,10 +193,59 @@ def test_numbers_of_random_problems(case, seed):
     run(case, seed)
 
 
+@settings(max_examples=60)
+@given(strategies.problems(max_seqlen=400, max_scores=2**17), st.integers(0, 2**16))
+def test_calls_of_every_feature(problem, seed):
+    """Any call of the public function that has gradients, with the config that it would get."""
+    inputs, keywords = problem.tensors(seed=seed), problem.keywords()
+    assume(is_built(problem) and all(x.numel() for x in inputs))
+    config = flash4.explain(*inputs, backward=True, **keywords).config
+    options = options_of(*inputs, **keywords)
+    if options.alibi_slopes is not None:
+        options = options._replace(alibi_slopes=options.alibi_slopes.numpy())
+    out, lse = reference.attention(*inputs, return_lse=True, **keywords)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(problem.dtype)
+    arrays = [x.float().numpy() for x in (*inputs, out.to(problem.dtype), lse, dout)]
+    results = simulate_backward(config, arrays, options, 1 + seed % 3, seed)
+    gradients = [torch.from_numpy(x).to(problem.dtype) for x in results]
+    assert_gradients_close(gradients, inputs, dout, **keywords)
+
+
 @pytest.mark.parametrize("scale", [-0.2, 0.0, 1.5])
 @pytest.mark.parametrize("causal", [False, True])
 def test_scales(scale, causal):
     run(Case(shipped(64, 64, causal), 64, 64, 1, 130, 300, 2, softmax_scale=scale))
+
+
+WINDOWS = ((0, 0), (0, None), (70, None), (None, 90), (64, 64), (130, 0), (2**29, 2**29))
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize(("head_dim", "seqlen_q", "seqlen_k"), [(64, 500, 300), (128, 200, 500)])
+def test_windows(head_dim, seqlen_q, seqlen_k, window):
+    facts = {"window_left": window[0] is not None, "window_right": window[1] is not None}
+    config = shipped(head_dim, head_dim, False, **facts)
+    run(Case(config, head_dim, head_dim, 1, seqlen_q, seqlen_k, 1, 2, window_size=window))
+
+
+def test_blocks_outside_a_window_are_not_loaded():
+    """A tile of 128 keys is seen by 128 + 127 queries: by two or three blocks of 128."""
+    config = shipped(64, 64, True, window_left=True)
+    case = Case(config, 64, 64, 1, 2048, 2048, window_size=(127, None), workers=1)
+    arrays, _ = case.arrays()
+    ((machine, _),) = backward_machines(config, arrays, case.options, workers=1, seed=0)
+    machine.run()
+    loads = [s for s in machine.trace if s.kind == "issue" and s.target.startswith("copies into q")]
+    assert len(loads) == 16 + 15
+
+
+@pytest.mark.parametrize("scale", [0.1, -0.2, 0.0])
+@pytest.mark.parametrize("sink", [None, -50.0, 0.0, 50.0])
+@pytest.mark.parametrize("softcap", [0.0, 0.5, 30.0])
+def test_caps_and_sinks(softcap, sink, scale):
+    """Sinks far below and above the scores, with rows that see no key."""
+    config = shipped(64, 64, True, softcap=softcap != 0)
+    run(Case(config, 64, 64, 1, 200, 150, 1, 2, softmax_scale=scale, softcap=softcap, sink=sink))
 
 
 def test_keys_behind_the_last_add_nothing_however_low_the_scores():

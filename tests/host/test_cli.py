@@ -180,7 +180,7 @@ def test_simulate():
 
 
 def test_simulate_every_order(capsys):
-    arguments = ["simulate", "sm90-fwd", "--seqlen", "200", "--head-dim", "128", "--ctas", "1"]
+    arguments = ["simulate", "sm90-fwd", "--seqlen", "100", "--head-dim", "128", "--ctas", "1"]
     assert cli.main([*arguments, "--exhaustive", "--rows", "5"]) == 0
     assert re.search(r"every order of CTA 0: \d{4,} states, no hazard", capsys.readouterr().out)
 
@@ -258,7 +258,7 @@ def test_windows_of_every_kind_are_timed(window, capsys):
 def test_a_changed_tile_gets_its_own_order():
     """Heads per section follow the tile, as in a call with that tile."""
     arguments = cli._parser().parse_args(
-        ["time", "sm90-fwd", "--seqlen", "2048", "--causal", "--set", "tile_m=192", "--set", "tile_n=64"]
+        ["time", "sm90-fwd", "--seqlen", "2048", "--causal", "--set", "tile_m=192", "--set", "stages=2"]
     )  # fmt: skip
     plan = cli._study(arguments).plan
     assert plan.section == choose_section(plan.problem, plan.config, plan.grid, H200.sms)

@@ -25,14 +25,14 @@ from tests.host.test_compile_fwd90 import MMA_K, REGISTER_FILE, SLACK, WORKERS, 
 
 LIMITS = Path(__file__).with_name("bwd90_limits.json")
 KERNEL = "flash4.sm90.bwd:BackwardSm90"
-PHASES = 2  # with and without a mask
+PHASES = 2  # with and without a mask; a window at the left makes a third
 DIMS = (64, 96, 128)
 
 
-def config_for(head_dim, head_dim_v, causal=False, bf16=True):
+def config_for(head_dim, head_dim_v, causal=False, bf16=True, **facts):
     """Config that a call with these facts gets."""
     dtype = torch.bfloat16 if bf16 else torch.float16
-    problem = AttentionProblem(dtype, 1, 4096, 4096, 1, 1, head_dim, head_dim_v, causal)
+    problem = AttentionProblem(dtype, 1, 4096, 4096, 1, 1, head_dim, head_dim_v, causal, **facts)
     return choose_config(problem)[0]
 
 
@@ -45,6 +45,25 @@ CONFIGS = {
         *((d, dv, True, True) for d in DIMS for dv in DIMS if d != dv),
         (128, 128, True, False),
         (64, 64, False, False),
+    )
+}
+EVERYTHING = {"window_left": True, "window_right": True, "softcap": True, "alibi": True}
+CONFIGS |= {
+    f"{d}/{dv} {name}": config_for(d, dv, **facts)
+    for d, dv, name, facts in (
+        (128, 128, "causal window", {"causal": True, "window_left": True}),
+        (64, 64, "window", {"window_left": True, "window_right": True}),
+        (128, 128, "causal, cap", {"causal": True, "softcap": True}),
+        (64, 64, "cap", {"softcap": True}),
+        (128, 128, "alibi", {"alibi": True}),
+        (64, 64, "causal, alibi", {"causal": True, "alibi": True}),
+        (128, 128, "causal window, cap", {"causal": True, "window_left": True, "softcap": True}),
+        *(
+            (d, dv, "everything", EVERYTHING)
+            for d in DIMS
+            for dv in DIMS
+            if d == dv or d + dv > 192
+        ),
     )
 }
 TOO_LARGE = BackwardConfig(True, 128, 128, 96, True, swap_dq=True)
@@ -84,9 +103,11 @@ def test_resources(name, compiled):
     config, found = CONFIGS[name], compiled[name]
     assert found.spill_loads == found.spill_stores == 0, f"spills: {found}"
     assert not found.serialised, f"MMAs are serialised: {found}"
-    assert found.waits == calls(BackwardRoles.mma, PHASES)["wait_mma"], found
-    assert found.hgmma == PHASES * products(config), found
-    assert found.exp2 == PHASES * config.tile_m * TILE_N // MMA_WARPGROUPS // 128, found
+    phases = PHASES + config.left
+    exponentials = config.tile_m * TILE_N // MMA_WARPGROUPS // 128 * (1 + config.softcap)
+    assert found.waits == calls(BackwardRoles.mma, phases)["wait_mma"], found
+    assert found.hgmma == phases * products(config), found
+    assert found.exp2 == phases * exponentials, found
     assert found.registers == REGISTER_FILE // config.graph.threads // 8 * 8, found
 
 

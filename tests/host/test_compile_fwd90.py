@@ -182,11 +182,13 @@ def expected(config: ForwardConfig) -> dict[str, int]:
     verbs = calls(ForwardRoles.mma, phases)
     exponentials = config.tile_n * MMA_ROWS // 128 * (1 + config.softcap)  # of a block
     exponentials += 2  # one correction for each row
+    again = 8 * config.softcap  # which ptxas computes twice, in masked blocks, rather than keep
     return {
         "waits": verbs["wait_mma"],
         "hgmma": verbs["qk"] * (config.tile_d // MMA_K) + verbs["pv"] * (config.tile_n // MMA_K),
         "exp2": (verbs["softmax_first"] + verbs["softmax"]) * exponentials
         + 4 * config.sink
+        + again
         - 2 * config.fixed_shift,  # nothing to correct in that phase
     }
 

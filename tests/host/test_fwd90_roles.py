@@ -43,6 +43,7 @@ class Case:
     window_size: tuple[int | None, int | None] = (None, None)
     softcap: float = 0.0
     sink: float | None = None  # mean of the sinks
+    slope: float | None = None  # of the first head; others have less
 
     @property
     def keywords(self):
@@ -54,15 +55,20 @@ class Case:
             "window_size": self.window_size,
             "softcap": self.softcap,
             "learnable_sink": None if self.sink is None else self.sink + heads,
+            "alibi_slopes": None if self.slope is None else self.slope / (1 + heads),
         }
 
     @property
     def options(self):
         """What the simulator takes."""
         sides = (-1 if side is None else side for side in self.window_size)
-        sink = self.keywords["learnable_sink"]
+        sink, slopes = (self.keywords[name] for name in ("learnable_sink", "alibi_slopes"))
         sink = None if sink is None else sink.numpy()
-        return CallOptions(self.softmax_scale, self.config.causal, None, *sides, self.softcap, sink)
+        slopes = None if slopes is None else slopes.expand(self.batch, -1).numpy()
+        options = CallOptions(
+            self.softmax_scale, self.config.causal, None, *sides, self.softcap, sink
+        )
+        return options._replace(alibi_slopes=slopes)
 
     def tensors(self):
         """Random normal q, k, v in the config's dtype."""
@@ -152,8 +158,9 @@ def cases(draw):
     else:
         window, limited = (window[0], None), {}
     softcap, sink = draw(st.sampled_from((0.0, 0.0, 2.0, 50.0))), draw(st.sampled_from((None, 1.0)))
+    slope = draw(st.sampled_from((None, None, 0.0, 0.5, -0.1, 8.0)))
     limited |= {"left": window[0] is not None, "softcap": softcap != 0, "sink": sink is not None}
-    config = replace(config, pack=pack, negate=scale < 0, **limited)
+    config = replace(config, pack=pack, negate=scale < 0, alibi=slope is not None, **limited)
     return Case(
         config,
         head_dim,
@@ -169,6 +176,7 @@ def cases(draw):
         window_size=window,
         softcap=softcap,
         sink=sink,
+        slope=slope,
     )
 
 
@@ -241,14 +249,14 @@ def test_windows(head_dim, seqlen_q, seqlen_k, window):
 
 
 def test_blocks_outside_a_window_are_not_loaded():
-    """Each tile of 128 queries loads the blocks that its window touches, two or three of 16."""
+    """Each tile of 128 queries loads the blocks that its window touches, four of 32."""
     config = shipped(128, 128, True, window_left=True)
     case = Case(config, 128, 128, 1, 2048, 2048, window_size=(127, None), workers=1)
     arrays = [x.float().numpy() for x in case.tensors()]
     ((machine, _),) = forward_machines(config, arrays, case.options, workers=1, seed=0)
     machine.run()
     loads = [s for s in machine.trace if s.kind == "issue" and s.target.startswith("copies into k")]
-    assert len(loads) == 16 + 15
+    assert len(loads) == 2 + 15 * 4
 
 
 @pytest.mark.parametrize("scale", [0.1, -0.2, 0.0])
@@ -259,6 +267,59 @@ def test_caps_and_sinks(softcap, sink, scale):
     flags = {"softcap": softcap != 0, "sink": sink is not None, "negate": scale < 0, "pack": 2}
     config = replace(shipped(64, 64, True), **flags)
     run(Case(config, 64, 64, 1, 200, 150, 2, 3, softmax_scale=scale, softcap=softcap, sink=sink))
+
+
+@pytest.mark.parametrize("scale", [0.1, -0.1])
+@pytest.mark.parametrize("used", [1e-3, 0.05, 0.15, 0.25, 1.0, 30.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_scores_that_use_a_cap_more_or_less(head_dim, used, scale):
+    """``used``: a usual score over the cap. Warps are near zero, in the middle, far out, and mixed."""
+    softcap = float(0.1 * head_dim**0.5 / used)
+    config = replace(shipped(head_dim, head_dim, True, softcap=True), negate=scale < 0)
+    assert config.fixed_shift
+    run(Case(config, head_dim, head_dim, 1, 400, 400, 1, 2, softmax_scale=scale, softcap=softcap))
+
+
+@pytest.mark.parametrize(
+    ("scale", "softcap"),
+    [(1e-38, 1.0), (1e-5, 1e-5), (0.1, 1e9), (1e6, 1e-1), (1e-30, 1e-30), (1e30, 1e30)],
+)
+def test_caps_and_scales_of_any_size(scale, softcap):
+    """Where coefficients with the fifth power of a factor in them would leave float32."""
+    config = shipped(64, 64, True, softcap=True)
+    value_scale = 1.0 if scale < 1 else scale**-0.5
+    with np.errstate(over="ignore", under="ignore"):
+        run(
+            Case(
+                config,
+                64,
+                64,
+                1,
+                300,
+                300,
+                softmax_scale=scale,
+                softcap=softcap,
+                value_scale=value_scale,
+            )
+        )
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("scale", [0.1, -0.1, 0.0])
+@pytest.mark.parametrize("slope", [0.0, 0.004, 0.5, 8.0, -0.01, -1.0])
+def test_slopes(slope, scale, softcap):
+    """A slope below 0 makes rows outgrow their shift: those tiles are worked on again."""
+    config = shipped(64, 64, True, alibi=True, softcap=softcap != 0)
+    assert config.fixed_shift
+    config = replace(config, negate=scale < 0, pack=2)
+    run(Case(config, 64, 64, 1, 500, 450, 1, 2, softmax_scale=scale, softcap=softcap, slope=slope))
+
+
+@pytest.mark.parametrize("slope", [0.5, -0.5])
+def test_slopes_without_a_mask(slope):
+    config = shipped(128, 128, False, alibi=True)
+    assert not config.fixed_shift
+    run(Case(config, 128, 128, 1, 300, 400, 1, 2, slope=slope))
 
 
 def test_every_order_gives_the_same_bits():

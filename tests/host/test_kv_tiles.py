@@ -13,8 +13,15 @@ from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.passes.bwd_config import FinishConfig
 
 
-def sees(query, key, causal, seqlen_q, seqlen_k):
-    return key < seqlen_k and (not causal or key <= query + seqlen_k - seqlen_q)
+def sees(blocks, query, key, seqlen_q, seqlen_k):
+    """Whether a query sees a key, from the definition."""
+    place, left, right = query + seqlen_k - seqlen_q, blocks.left, blocks.right
+    right = 0 if blocks.causal else right
+    return (
+        key < seqlen_k
+        and (right is None or key <= place + right)
+        and (left is None or key >= place - left)
+    )
 
 
 def check_tile(blocks, n_block, seqlen_q, seqlen_k):
@@ -22,22 +29,35 @@ def check_tile(blocks, n_block, seqlen_q, seqlen_k):
     m, n, lengths = blocks.tile_m, blocks.tile_n, (seqlen_q, seqlen_k)
     keys = range(n_block * n, (n_block + 1) * n)
     first, count = blocks.first(n_block, *lengths), blocks.count(n_block, *lengths)
-    masked = blocks.masked(n_block, *lengths)
-    assert count >= 1 and 0 <= masked <= count and first + count == ceil_div(seqlen_q, m)
-    for block in range(first + count):
+    begin, end = blocks.unmasked(n_block, *lengths)
+    every = ceil_div(seqlen_q, m)
+    assert 0 <= first < every and 1 <= count <= every - first and 0 <= begin <= end <= count
+    anything = False
+    for block in range(every):
         queries = range(block * m, min((block + 1) * m, seqlen_q))
-        seen = [[sees(q, key, blocks.causal, *lengths) for key in keys] for q in queries]
-        assert any(map(any, seen)) == (block >= first)
-        if block >= first:
-            assert all(map(all, seen)) or block < first + masked
-    # No more than need be: of a tile with all its keys, the last masked block has something to hide.
-    if masked and keys[-1] < seqlen_k:
-        queries = range((first + masked - 1) * m, min((first + masked) * m, seqlen_q))
-        assert not all(sees(q, keys[-1], blocks.causal, *lengths) for q in queries)
+        seen = [[sees(blocks, q, key, *lengths) for key in keys] for q in queries]
+        visited = first <= block < first + count
+        assert visited or not any(map(any, seen))
+        anything |= any(map(any, seen))
+        unmasked = begin <= block - first < end
+        assert not unmasked or all(map(all, seen))
+        if visited and not unmasked:  # no mask without a need, of a tile with all its keys
+            assert not all(map(all, seen)) or keys[-1] >= seqlen_k
+    if anything:  # no block without a query that sees a key
+        for block in (first, first + count - 1):
+            queries = range(block * m, min((block + 1) * m, seqlen_q))
+            assert any(sees(blocks, q, key, *lengths) for q in queries for key in keys)
+    else:
+        assert (count, begin, end) in ((1, 0, 0), (1, 1, 1))
     for key in keys:
-        begin = blocks.query_begin(key, *lengths)
-        for q in range((first + count) * m):  # those behind the last query are hidden by their LSE
-            assert (q >= begin) == sees(q, key, blocks.causal, *lengths) or q >= seqlen_q
+        bounds = blocks.query_begin(key, *lengths), blocks.query_end(key, *lengths)
+        for q in range(first * m, (first + count) * m):
+            inside = bounds[0] <= q and (q < bounds[1] or not blocks.ends_early)
+            # Those behind the last query are hidden by their LSE.
+            assert inside == sees(blocks, q, key, *lengths) or q >= seqlen_q
+
+
+LIMITS = st.one_of(st.none(), st.integers(0, 70))
 
 
 @given(
@@ -45,47 +65,51 @@ def check_tile(blocks, n_block, seqlen_q, seqlen_k):
     st.booleans(),
     st.integers(1, 60),
     st.integers(1, 60),
+    LIMITS,
+    LIMITS,
 )
-def test_tiles_visit_what_sees_them(tile, causal, seqlen_q, seqlen_k):
-    blocks = QueryBlocks(*tile, causal)
+def test_tiles_visit_what_sees_them(tile, causal, seqlen_q, seqlen_k, left, right):
+    blocks = QueryBlocks(*tile, causal, left, None if causal else right)
     for n_block in range(ceil_div(seqlen_k, blocks.tile_n)):
         check_tile(blocks, n_block, seqlen_q, seqlen_k)
 
 
 def test_small_tiles_exhaustively():
-    for m, n, causal, seqlen_q, seqlen_k in product(
-        (2, 3), (2, 4), (False, True), range(1, 9), range(1, 9)
+    windows = [(True, left, None) for left in (None, 0, 2)]
+    windows += [(False, left, right) for left in (None, 0, 3) for right in (None, 1, 4)]
+    for m, n, window, seqlen_q, seqlen_k in product(
+        (2, 3), (2, 4), windows, range(1, 9), range(1, 9)
     ):
         for n_block in range(ceil_div(seqlen_k, n)):
-            check_tile(QueryBlocks(m, n, causal), n_block, seqlen_q, seqlen_k)
+            check_tile(QueryBlocks(m, n, *window), n_block, seqlen_q, seqlen_k)
 
 
 @given(
-    st.booleans(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 8),
-    st.integers(1, 9),
+    st.booleans(), LIMITS, st.integers(1, 3), st.integers(1, 3), st.integers(1, 3),
+    st.integers(1, 8), st.integers(1, 9),
 )  # fmt: skip
-def test_every_step_once(causal, heads_kv, batch, ratio, section, ctas):
-    seqlen_q, seqlen_k, blocks = 37, 53, QueryBlocks(4, 8, causal)
-    grid = KvGrid(ceil_div(seqlen_k, 8), heads_kv, batch, ratio)
+def test_every_step_once(causal, left, heads_kv, batch, ratio, section, ctas):
+    seqlen_q, seqlen_k, blocks = 37, 53, QueryBlocks(4, 8, causal, left)
+    lengths, grid = (seqlen_q, seqlen_k), KvGrid(ceil_div(seqlen_k, 8), heads_kv, batch, ratio)
     found, order = Counter(), []
     for start in range(ctas):
-        tiles = KvTileSchedule(blocks, grid, section, start, ctas, seqlen_q, seqlen_k)
+        tiles = KvTileSchedule(blocks, grid, section, start, ctas, *lengths)
         tile = tiles.first()
         while tile.valid:
             order.append(tile)
-            masked, free = tiles.phases(tile)
-            assert (masked.begin, masked.end, free.end) == (0, free.begin, tile.steps)
-            for i in range(tile.steps):
+            phases = tiles.phases(tile)
+            assert len(phases) == (2 if left is None else 3)
+            steps = [(i, phase.masked) for phase in phases for i in range(phase.begin, phase.end)]
+            assert [i for i, _ in steps] == list(range(tile.steps))
+            begin, end = blocks.unmasked(tile.n_block, *lengths)
+            for i, masked in steps:
                 block, head = tiles.place(tile, i)
                 assert head // ratio == tile.head_kv and block >= tile.first_block
-                unmasked = block - tile.first_block >= blocks.masked(
-                    tile.n_block, seqlen_q, seqlen_k
-                )
-                assert unmasked == (i >= masked.end)
+                assert masked != (begin <= block - tile.first_block < end)
                 found[tile.batch, head, block, tile.n_block] += 1
             tile = tiles.next(tile)
     assert set(found.values()) == {1}
-    pairs = sum(blocks.count(n, seqlen_q, seqlen_k) for n in range(grid.n_blocks))
+    pairs = sum(blocks.count(n, *lengths) for n in range(grid.n_blocks))
     assert len(found) == pairs * batch * heads_kv * ratio
     assert len(order) == grid.total
 
