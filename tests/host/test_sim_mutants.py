@@ -39,6 +39,7 @@ def test_the_problems_cover_what_can_differ():
     assert {config.turns for config in configs} == {True, False}
     assert {config.skip for config in configs} == {True, False}
     assert {config.mma_warpgroups for config in configs} == {1, 2, 4}
+    assert {config.cluster for config in configs} == {1, 2}
 
 
 def test_the_kernel_itself_is_not_reported(jury):
