@@ -71,12 +71,14 @@ class Phase:
         end: one past the last block.
         masked: whether scores need a mask; static.
         fixed: whether the softmax shift stays, unlooked at; static.
+        unfixed: whether it would, had a row not outgrown it; static.
     """
 
     begin: object
     end: object
     masked: bool
     fixed: bool = False
+    unfixed: bool = False
 
 
 @dataclass(frozen=True)

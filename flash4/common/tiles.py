@@ -24,7 +24,8 @@ class Tile:
         batch: batch entry.
         n_blocks: KV blocks to visit, counted down from ``n_blocks - 1``.
         first_block: block of the sequence that the last of them, number 0, is.
-        again: 1 if the tile is worked on for the second time, since its rows outgrew a fixed shift.
+        again: pass over the worker's tiles: 0, then 1 for those whose rows outgrew a fixed shift, then 2 for those whose O
+            overflowed.
     """
 
     index: object

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flash4.problem import CallOptions
 from flash4.sim import sm90_bwd, sm100_fwd
 from flash4.sim.cluster import arrive_at
 from flash4.sim.machine import Hazard
@@ -47,13 +48,20 @@ class BorrowingConfig(ForwardConfig):
 
 @dataclass(frozen=True)
 class Problem:
-    """What mutants run on."""
+    """What mutants run on; ``left`` is a window's side, if the config has it."""
 
     config: object
     seqlen_q: int
     seqlen_k: int
     heads: int = 1
     workers: int = 1
+    left: int = -1
+
+    @property
+    def options(self) -> CallOptions:
+        """What the call says besides its tensors."""
+        scale = self.config.tile_d**-0.5
+        return CallOptions(scale, self.config.causal, None, self.left)
 
     def tensors(self):
         """Random normal q, k and v."""
@@ -70,8 +78,8 @@ class Problem:
         )
 
 
-# Rings that wrap within a tile and over tiles, one and two warpgroups, turns, skipped blocks, O in Q's memory, and
-# tiles that two CTAs share.
+# Rings that wrap within a tile and over tiles, one and two warpgroups, turns, blocks skipped at both ends, O in Q's
+# memory, and tiles that two CTAs share.
 PROBLEMS = (
     Problem(ForwardConfig(True, 16, 16, 128, 16, True, turns=True), 200, 110, 2),
     Problem(BorrowingConfig(True, 16, 16, 128, 16, False), 300, 75),
@@ -84,6 +92,7 @@ PROBLEMS = (
     ),
     Problem(ForwardConfig(True, 16, 16, 64, 16, False), 200, 30),
     Problem(ForwardConfig(True, 16, 16, 128, 16, True), 300, 300, 2, 2),
+    Problem(ForwardConfig(True, 16, 16, 128, 16, True, left=True, skip=True), 300, 300, left=40),
     Problem(ForwardConfig(True, 16, 16, 256, 16, True, skip=True, cluster=2), 300, 150),
     Problem(ForwardConfig(True, 16, 16, 128, 16, False, cluster=2), 300, 30),
 )
@@ -106,6 +115,11 @@ class BackwardProblem:
     seqlen_k: int
     heads: int = 1
     workers: int = 1
+
+    @property
+    def options(self) -> float:
+        """Softmax scale."""
+        return self.config.tile_d**-0.5
 
     def tensors(self):
         """One tuple: random normal q, k, v, out, lse and dout; for a schedule, any out and lse will do."""
@@ -375,8 +389,8 @@ class Jury:
         self._expected = [self._run(*case, 0, None) for case in self._problems]
 
     def _run(self, problem, tensors, seed, variation):
-        scale = problem.config.tile_d**-0.5
-        return self._simulate(problem.config, *tensors, scale, problem.workers, seed, variation)
+        arguments = (problem.options, problem.workers, seed, variation)
+        return self._simulate(problem.config, *tensors, *arguments)
 
     def verdict(self, mutant: Mutant) -> str | None:
         """How a mutant is reported; None if it is not."""

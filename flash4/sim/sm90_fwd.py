@@ -34,10 +34,11 @@ from flash4.sim.memory import Fragment, Region, Space
 from flash4.sim.rings import End, MmaQueue, Ring, SharedRing, Turn
 from flash4.sm90.fwd_config import (
     ELEMENT_BYTES,
-    LARGEST_TOTAL,
     MARKS,
     MMA_ROWS,
+    PASSES,
     SMEM_LIMIT,
+    TRUSTED_LOG2,
     ForwardConfig,
 )
 from flash4.sm90.fwd_ops import BARRIER_PASS, BARRIER_Q_READ, BARRIER_STORE, BARRIER_TURN
@@ -129,13 +130,26 @@ class Call:
         return query, place.head_kv * self.ratio + head, exists
 
 
+class Marks:
+    """What the warpgroups of a CTA tell each other about tiles that outgrew a fixed shift, as in ``fwd_ops.Tiles``.
+
+    Attributes:
+        waves: for each pass but the first, waves, modulo MARKS, of the tiles that it works on.
+        outgrown: by warpgroup, the wave after its last tile that outgrew its shift.
+    """
+
+    def __init__(self):
+        self.waves = {again: set() for again in range(1, PASSES + 1)}
+        self.outgrown = {}
+
+
 class Tiles:
     """One role's way through a worker's tiles, and through those marked again; all meet at ``barrier`` in between."""
 
     def __init__(
-        self, schedule: TileSchedule, barrier: NamedBarrier | None, warps: int, marks: set
+        self, schedule: TileSchedule, barrier: NamedBarrier | None, warps: int, marks: Marks
     ):
-        self._schedule, self._barrier, self._warps, self.marks = schedule, barrier, warps, marks
+        self._schedule, self._barrier, self._warps, self._marks = schedule, barrier, warps, marks
         self.before_again = lambda: None  # what is stored again must be stored last
 
     def first(self):
@@ -146,24 +160,38 @@ class Tiles:
         """Return the tile after ``tile``."""
         if self._barrier is None:
             return self._schedule.next(tile)
-        schedule, again = self._schedule, tile.again
-        index = schedule.next_index(tile.index)
-        if index >= schedule.grid.total and not again:
+        schedule, again, waves = self._schedule, tile.again, self._marks.waves
+        index = self._marked(schedule.next_index(tile.index), again)
+        while index >= schedule.grid.total and again < PASSES:
             self.before_again()
             phase = self._barrier.phase
             self._barrier.arrive(self._warps)
             self._barrier.wait(phase)
-            again = 1
-            if self.marks:
-                index = schedule.start
-        if again:
-            while index < schedule.grid.total and schedule.wave(index) % MARKS not in self.marks:
-                index = schedule.next_index(index)
+            again = 1 if again == 0 and waves[1] else PASSES
+            if waves[again]:
+                index = self._marked(schedule.start, again)
         return replace(schedule.at(index), again=again)
 
-    def mark(self, tile):
-        """Have a tile worked on again."""
-        self.marks.add(self._schedule.wave(tile.index) % MARKS)
+    def _marked(self, index, again):
+        """First index from ``index`` on that a pass works on."""
+        schedule = self._schedule
+        while again and index < schedule.grid.total:
+            if schedule.wave(index) % MARKS in self._marks.waves[again]:
+                break
+            index = schedule.next_index(index)
+        return index
+
+    def mark(self, tile, again):
+        """Have a tile worked on in a later pass."""
+        self._marks.waves[again].add(self._schedule.wave(tile.index) % MARKS)
+
+    def note_outgrown(self, tile, group):
+        """Remember that a tile outgrew its shift, for the next of this warpgroup."""
+        self._marks.outgrown[group] = self._schedule.wave(tile.index) + 1
+
+    def after_outgrown(self, tile, group):
+        """1 if the warpgroup's tile before this one outgrew its shift, else 0."""
+        return int(self._marks.outgrown.get(group) == self._schedule.wave(tile.index))
 
 
 class LoadOps:
@@ -237,6 +265,9 @@ class MmaOps:
 
     def phases(self, tile):
         """Blocks after this warpgroup's first, which is always masked; see ``ForwardConfig.phases``."""
+        if self._config.foresees:
+            again = max(tile.again, self._tiles.after_outgrown(tile, self._group))
+            tile = replace(tile, again=again)
         return self._config.phases(tile, self._group, self._call.tiles)
 
     def begin(self, tile):
@@ -275,7 +306,7 @@ class MmaOps:
             np.negative(s, out=s)
         blocks, lengths = self._call.tiles.blocks, self._call.tiles.lengths(tile)
         keys = (tile.first_block + n_block) * c.tile_n + np.arange(c.tile_n)
-        shifted = phase.fixed and c.changes_scores
+        shifted = phase.fixed and not phase.masked and c.changes_scores
         if c.changes_scores:
             self._change(
                 tile, keys, s, phase.masked, self._shift if shifted else np.zeros_like(self._shift)
@@ -293,9 +324,13 @@ class MmaOps:
         outgrown &= not phase.fixed
         move = np.repeat(outgrown.reshape(-1, WARP_ROWS).any(1), WARP_ROWS)
         old = self._shift
-        self._shift = np.where(move, np.maximum(old, s.max(1) * scale), old)
+        grown = move & (s.max(1) * scale > old + np.float32(c.growth_log2(tile)))
+        self._shift = np.where(grown, s.max(1) * scale, old)
         finite = np.where(self._shift == -np.inf, 0, self._shift)
-        self._limit = np.where(move, (self._shift + self._config.growth_log2) / scale, self._limit)
+        limit = (self._shift + c.growth_log2(tile)) / scale
+        self._limit = np.where(move, limit, self._limit)
+        if phase.unfixed and move.any():
+            self._tiles.note_outgrown(tile, self._group)
         self._correction = np.where(move, np.exp2(old - finite), 1)
         shift = finite if phase.masked or c.may_hide_any else self._shift
         s[:] = np.exp2(s if shifted else s * scale - shift[:, None])
@@ -365,13 +400,22 @@ class MmaOps:
         call.lse[place.batch_q, head[exists], query] = lse[exists]
         if call.config.counts and tile.again and self._group == 0:
             call.redone[0] += 1
-        trusted = (self._total <= LARGEST_TOTAL) & np.isfinite(self._o.values).all(1)
-        if call.config.fixed_shift and not trusted[exists].all():
-            self._tiles.mark(tile)
+        if call.config.fixed_shift:
+            self._mark(tile, exists)
         o = round_to_16_bit(o, self._config.bf16)
         for part in range(self._config.o_parts):
             self._q_read.sync() if self.o_borrows_q else self.wait_store()
             self._store_part(o, exists, (place.batch_q, query, head[exists]), part)
+
+    def _mark(self, tile, exists):
+        """Have a tile worked on again that has a row which cannot be trusted."""
+        trusted = self._total[exists] <= 2.0**TRUSTED_LOG2
+        if tile.again == 0 and not trusted.all():
+            self._tiles.mark(tile, 1)
+            self._tiles.note_outgrown(tile, self._group)
+        finite = np.isfinite(self._o.values[exists]).all(1)
+        if tile.again < PASSES and not finite[trusted | (tile.again > 0)].all():
+            self._tiles.mark(tile, PASSES)
 
     def _store_part(self, o, exists, places, part):
         width = self._sO.shape[1]
@@ -538,7 +582,7 @@ def _fill_cta(
     def ends(role):
         return [End(ring, variation.miscounts.get((role, ring.spec.name), 0)) for ring in rings]
 
-    barrier, marks = None, set()
+    barrier, marks = None, Marks()
     if config.fixed_shift:
         barrier = named(BARRIER_PASS, "pass", threads + WARP, WARP)
     load, mma = plain(variation.roles.load), plain(variation.roles.mma)

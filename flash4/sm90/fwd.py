@@ -30,7 +30,14 @@ from flash4.common.numerics import LOG2E, Cap, opaque
 from flash4.common.shares import find_share
 from flash4.common.tiles import Grid, TileSchedule, workers_of
 from flash4.common.varlen import Sequences, VarlenSchedule
-from flash4.sm90.fwd_config import MARKS, MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT, ForwardConfig
+from flash4.sm90.fwd_config import (
+    MARK_WORDS,
+    MMA_ROWS,
+    OUTGROWN,
+    SMEM_ALIGN,
+    SMEM_LIMIT,
+    ForwardConfig,
+)
 from flash4.sm90.fwd_ops import LoadOps, MmaOps, Operand, Tiles, Turn, element, make_row_state, meet
 from flash4.sm90.fwd_roles import ForwardRoles
 from flash4.sm90.fwd_views import (
@@ -307,10 +314,10 @@ class ForwardSm90:
         marks = None
         if cutlass.const_expr(c.fixed_shift):
             marks = cute.make_tensor(
-                cute.recast_ptr(pointers["marks"], dtype=Int32), cute.make_layout(MARKS + 1)
+                cute.recast_ptr(pointers["marks"], dtype=Int32), cute.make_layout(MARK_WORDS)
             )
-            if thread <= MARKS:
-                marks[thread] = 0
+            if thread < MARK_WORDS:
+                marks[thread] = cutlass.select_(thread < OUTGROWN, Int32(0), Int32(-1))
         # Opaque: ptxas would read the lane id anew for every release in the loop.
         lane = opaque(thread)
         q_producer, q_consumer = self._open_ring(smem, "q", lane)
@@ -344,14 +351,8 @@ class ForwardSm90:
             cute.arch.setmaxregister_increase(mma.registers)
             mine = group - mma.warpgroups.start
             smem_tensors = (sQ, sK, sV, sO[None, None, mine])
-            ops = self._mma_ops(
-                mmas,
-                smem_tensors,
-                operands[3],
-                run_time,
-                mma_tiles,
-                (thread % WARPGROUP, mine, rank),
-            )
+            place = (thread % WARPGROUP, mine, rank)
+            ops = self._mma_ops(mmas, smem_tensors, operands[3], run_time, mma_tiles, place)
             turn = Turn(mine, c.mma_warpgroups, c.turns and c.mma_warpgroups > 1)
             self.roles.mma(ops, mma_tiles, q_consumer, k_consumer, v_consumer, turn)
             meet(c.cluster)

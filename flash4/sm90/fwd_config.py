@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from flash4.common.geometry import KvBlocks, Phase, ceil_div, imax, imin
+from flash4.common.geometry import KvBlocks, Phase, ceil_div, choose, imax, imin
 from flash4.common.graph import WARPGROUP, Buffer, PipelineGraph, Ring, Role
 from flash4.common.mods import AUX, decode_aux
 from flash4.common.tiles import grid_of
@@ -15,16 +15,18 @@ MMA_ROWS = 64  # rows of one warpgroup's WGMMA
 TILE_DIM_STEP = 16  # head dims are padded in shared memory to a multiple of this
 WIDE_TILE_DIM_STEP = 32  # those above 128 to a multiple of this
 O_COLUMN_STEP = 64  # columns of O that one box of a TMA store holds
-LARGEST_TOTAL = 2.0**64  # row sum up to which P of a fixed shift is trusted, if O is finite too
-MARKS = 127  # marks of tiles to work on again: one per wave, modulo this, and one for all
-MARKS_BYTES = 4 * (MARKS + 1)
-GROWTH_LOG2, BF16_GROWTH_LOG2 = 8, 16  # see ForwardConfig.growth_log2
+TRUSTED_LOG2 = 64  # P of a fixed shift is trusted up to a row sum of 2 to this, if O is finite too
+# Marks of tiles to work on again, for each of two passes: one per wave, modulo MARKS, and one for all. Behind them, for
+# each warpgroup, the wave after the last one whose tile outgrew its shift.
+MARKS, PASSES = 127, 2
+OUTGROWN = PASSES * (MARKS + 1)
+MARK_WORDS = OUTGROWN + 4
+MARKS_BYTES = 4 * MARK_WORDS
+GROWTH_LOG2 = 8  # see ForwardConfig.growth_log2
 KEY_STEP = 16  # keys that one WGMMA of P V contracts
 MAX_HEAD_DIM = 256
-SHARED_KEYS, CUT_SHARED_KEYS = (
-    1_024,
-    4_096,
-)  # fewest keys of tiles that CTAs share; under a causal mask
+# Fewest keys of tiles that CTAs share, without and with a causal mask.
+SHARED_KEYS, CUT_SHARED_KEYS = 1_024, 4_096
 SHARED_TILES = 132  # fewest such tiles: two for each pair of an H100's multiprocessors
 LONG = 8_192  # keys from which on power decides at head dim 64
 LATE_VALUES = (
@@ -61,7 +63,8 @@ class ForwardConfig:
             tile). Warpgroups then run different numbers of blocks, which taking turns forbids.
         settle: exponentials (of 64) that must be computed before the wait for P V; steers ptxas.
         fixed_shift: in blocks without a mask the softmax shift stays what it is, unlooked at. A tile with a row that
-            outgrew it is worked on again, at the end, with a look at every block.
+            outgrew it is worked on again, at the end, with a look at every block; so is, at once, the next tile of the same
+            warpgroup.
         left: a window limits the keys before a query's own position; its side is a run-time value.
         right: a window limits the keys after it, and lets some through (none is ``causal``).
         softcap: scores are capped: cap * tanh(scale * score / cap), with the cap a run-time value.
@@ -182,12 +185,11 @@ class ForwardConfig:
     def ways_to_cap(self, masked: bool) -> int:
         """Ways to cap scores, of ``numerics.Cap``: all 3, or the first and the last, or the last alone.
 
-        Blocks with a mask are few, and four warpgroups have few registers: one more way for them spills.
+        Blocks with a mask are few, and without a fixed shift so are registers: one way more spills.
         """
-        scarce = self.mma_warpgroups > 2 and not self.fixed_shift
-        if scarce and self.alibi:
+        if self.alibi and not self.fixed_shift:
             return 1
-        return 2 if masked or scarce else 3
+        return 2 if masked or self.mma_warpgroups > 2 and not self.fixed_shift else 3
 
     @property
     def may_hide_any(self) -> bool:
@@ -205,9 +207,19 @@ class ForwardConfig:
         return replace(self, counts=True) if self.fixed_shift else None
 
     @property
-    def growth_log2(self) -> int:
-        """How far P may grow before its row's shift moves: far from the limits of float16, or of float32 beside V."""
-        return BF16_GROWTH_LOG2 if self.fixed_shift else GROWTH_LOG2
+    def foresees(self) -> bool:
+        """A tile after one that outgrew a fixed shift is worked on without, as it gets the same bits either way."""
+        return self.fixed_shift and not self.changes_scores
+
+    def growth_log2(self, tile):
+        """How far P may grow before its row's shift moves: up to 2^8, which is far from the limits of float16.
+
+        Beside a fixed shift as far as that is trusted, so that what did not outgrow it has the same bits either way.
+        Where O overflows at that, the last pass goes back to 2^8.
+        """
+        if not self.fixed_shift:
+            return GROWTH_LOG2
+        return choose(tile.again == PASSES, GROWTH_LOG2, TRUSTED_LOG2)
 
     @property
     def tile_q(self) -> int:
@@ -299,8 +311,8 @@ class ForwardConfig:
         """Blocks that come when every row has seen a key, whose shift may be fixed."""
         if not self.fixed_shift:
             return (Phase(begin, end, masked),)
-        cut = end - tile.again * imax(end - begin, 0)
-        return (Phase(begin, cut, masked, fixed=True), Phase(cut, end, masked))
+        cut = end - imin(tile.again, 1) * imax(end - begin, 0)
+        return (Phase(begin, cut, masked, fixed=True), Phase(cut, end, masked, unfixed=True))
 
     @property
     def q_bytes(self) -> int:

@@ -18,7 +18,7 @@ from flash4.common.graph import WARP
 from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E
 from flash4.common.tiles import TileSchedule
-from flash4.sm90.fwd_config import LARGEST_TOTAL, MARKS, MMA_ROWS, ForwardConfig
+from flash4.sm90.fwd_config import MARKS, MMA_ROWS, OUTGROWN, PASSES, TRUSTED_LOG2, ForwardConfig
 from flash4.sm90.fwd_views import WRAP
 
 # Named barriers; 0 is __syncthreads.
@@ -81,12 +81,13 @@ class Turn:
 class Tiles:
     """A worker's tiles: all of its schedule, then, with a fixed shift, those that must be worked on again.
 
-    Each role steps through them by itself; they meet once in between, when all marks are there.
+    Each role steps through them by itself; they meet between passes, when all marks are there. What is marked for a pass
+    gets the bits that it would have got there at once: a row does not depend on what else is marked with it.
     """
 
     config: ForwardConfig
     schedule: TileSchedule
-    marks: object  # (MARKS + 1,) int32 in shared memory; None without a fixed shift
+    marks: object  # (MARK_WORDS,) int32 in shared memory; None without a fixed shift
 
     def first(self):
         """Return the worker's first tile."""
@@ -101,27 +102,49 @@ class Tiles:
     @cute.jit
     def _next_marked(self, tile):
         schedule, marks = self.schedule, self.marks
-        index, again = schedule.next_index(tile.index), tile.again
-        if (index >= schedule.grid.total) & (again == 0):
+        total, again = schedule.grid.total, tile.again
+        index = self._next_index(tile.index, again)
+        while (index >= total) & (again < PASSES):
             cute.arch.cp_async_bulk_wait_group(0)  # what is stored again must be stored last
             cute.arch.barrier(barrier_id=BARRIER_PASS, number_of_threads=self._threads)
-            again = Int32(1)
-            if marks[MARKS] != 0:
+            first = (again == 0) & (marks[MARKS] != 0)
+            again = cutlass.select_(first, Int32(1), Int32(PASSES))
+            if marks[again * (MARKS + 1) - 1] != 0:
                 index = schedule.start
-        if again == 1:
-            while (index < schedule.grid.total) & (marks[schedule.wave(index) % MARKS] == 0):
-                index = schedule.next_index(index)
+                if self._is_unmarked(index, again):
+                    index = self._next_index(index, again)
         return replace(schedule.at(index), again=again)
+
+    @cute.jit
+    def _next_index(self, index, again):
+        """Index of the worker's next tile of a pass."""
+        index = self.schedule.next_index(index)
+        while (index < self.schedule.grid.total) & self._is_unmarked(index, again):
+            index = self.schedule.next_index(index)
+        return index
+
+    def _is_unmarked(self, index, again):
+        """Whether a pass leaves a tile out. All have marks of pass 0, behind those of the others."""
+        word = imax(again - 1, 0) * (MARKS + 1) + self.schedule.wave(index) % MARKS
+        return (again > 0) & (self.marks[word] == 0)
 
     @property
     def _threads(self):
         roles = self.config.graph.roles
         return sum(WARP * role.active_warps for role in roles)
 
-    def mark(self, tile):
-        """Have a tile worked on again, and perhaps some others."""
-        self.marks[self.schedule.wave(tile.index) % MARKS] = 1
-        self.marks[MARKS] = 1
+    def mark(self, tile, again: int):
+        """Have a tile worked on in a later pass, and perhaps some others."""
+        self.marks[(again - 1) * (MARKS + 1) + self.schedule.wave(tile.index) % MARKS] = 1
+        self.marks[again * (MARKS + 1) - 1] = 1
+
+    def note_outgrown(self, tile, warpgroup):
+        """Remember that a tile outgrew its shift, for the next of this warpgroup of the CTA."""
+        self.marks[OUTGROWN + warpgroup] = self.schedule.wave(tile.index) + 1
+
+    def after_outgrown(self, tile, warpgroup):
+        """1 if the warpgroup's tile before this one outgrew its shift, else 0."""
+        return Int32(self.marks[OUTGROWN + warpgroup] == self.schedule.wave(tile.index))
 
 
 @dataclass(frozen=True)
@@ -265,13 +288,14 @@ def make_row_state():
 
 
 def move_shift(state, r, row_max, scales_log2, growth_log2):
-    """Raise the shift of row ``r`` to cover ``row_max`` (a raw score); l shrinks with it, O has to follow.
+    """Raise the shift of row ``r`` to ``row_max`` (a raw score) if P would grow by more than 2^growth_log2.
 
-    ``scales_log2`` are the factor of a score and its inverse; the shift stays until P grows by 2^growth_log2.
+    l shrinks with it, O has to follow. ``scales_log2`` are the factor of a score and its inverse.
     """
     scale_log2, inv_scale_log2 = scales_log2
     old = state.shift_log2[r]
-    new = cute.arch.fmax(old, row_max * scale_log2)
+    scaled = row_max * scale_log2
+    new = cutlass.select_(scaled > old + growth_log2, scaled, old)
     # exp2(-inf - -inf) would be NaN: a row without a visible key keeps the factor exp2(-inf) = 0.
     finite = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
     state.shift_log2[r] = new
@@ -427,7 +451,15 @@ class MmaOps:
 
     def phases(self, tile):
         """Blocks after this warpgroup's first, which is always masked; see ``ForwardConfig.phases``."""
+        if self.config.foresees:  # asked before any of the warpgroup notes anything about this tile
+            guess = self.worker_tiles.after_outgrown(tile, self.local_warpgroup)
+            tile = replace(tile, again=imax(tile.again, guess))
         return self.config.phases(tile, self.warpgroup, self.tiles)
+
+    @property
+    def local_warpgroup(self):
+        """This warpgroup among those of its CTA."""
+        return self.warpgroup % self.config.mma_warpgroups
 
     def begin(self, tile):
         """O = 0, shift = -inf, l = 0."""
@@ -574,27 +606,32 @@ class MmaOps:
         """As ``softmax``, for the first block of a tile."""
         S = rows_of(s)
         self._prepare(tile, n_block, S, True)
-        move_shifts(S, self.state, self._scales_log2, self.config.growth_log2)
+        move_shifts(S, self.state, self._scales_log2, self._growth_log2(tile))
         self._exponentials(S, True)
 
     def softmax(self, tile, n_block, s, phase):
         """Move the shift if it must and may; P = exp2(scale_log2 S - shift), l += rowsum P."""
         S, c, shifts = rows_of(s), self.config, self.state.shift_log2
-        if phase.fixed and c.changes_scores:  # with the shift, which is known
+        if phase.fixed and not phase.masked and c.changes_scores:  # with the shift, which is known
             self._change(S, self._addends(tile, n_block, False, (shifts[0], shifts[1])), False)
             self._exponentials(S, False, shifted=True)
             return
         self._prepare(tile, n_block, S, phase.masked)
         if not phase.fixed:
             self.state.correction.fill(1.0)
-            self._move_outgrown(S)
+            self._move_outgrown(tile, S, phase.unfixed)
         self._exponentials(S, phase.masked)
 
     @cute.jit
-    def _move_outgrown(self, S: cute.Tensor):
+    def _move_outgrown(self, tile, S: cute.Tensor, unfixed: cutlass.Constexpr):
         state, scales_log2 = self.state, self._scales_log2
         if cute.arch.vote_any_sync(outgrown(S, state)):
-            move_shifts(S, state, scales_log2, self.config.growth_log2)
+            move_shifts(S, state, scales_log2, self._growth_log2(tile))
+            if cutlass.const_expr(unfixed):
+                self.worker_tiles.note_outgrown(tile, self.local_warpgroup)
+
+    def _growth_log2(self, tile):
+        return Float32(Int32(self.config.growth_log2(tile)))
 
     @property
     def _scales_log2(self):
@@ -651,7 +688,7 @@ class MmaOps:
     @cute.jit
     def _count(self, tile):
         """Count a tile that is worked on again, once for all its warpgroups."""
-        if (tile.again == 1) & (self.warpgroup == 0) & (self.thread == 0):
+        if (tile.again > 0) & (self.warpgroup == 0) & (self.thread == 0):
             cute.arch.atomic_add(self.mRedone.iterator, Int32(1))
 
     @cute.jit
@@ -684,9 +721,11 @@ class MmaOps:
             if (self.thread % 4 == 0) & exists:
                 mLSE[place.batch_q, head, place.row_q + query] = lse
             if cutlass.const_expr(c.fixed_shift):
-                trusted = (total <= LARGEST_TOTAL) & finite
-                if exists & (not trusted):
-                    self.worker_tiles.mark(tile)
+                if exists & (not (total <= 2.0**TRUSTED_LOG2)) & (tile.again == 0):
+                    self.worker_tiles.mark(tile, 1)
+                    self.worker_tiles.note_outgrown(tile, self.local_warpgroup)
+                elif exists & (not finite) & (tile.again < PASSES):
+                    self.worker_tiles.mark(tile, PASSES)
 
     @cute.jit
     def _store_o(self, tile, place):
@@ -704,7 +743,7 @@ class MmaOps:
         values = cute.make_tensor(out.iterator + part * cute.size(layout), layout)
         r2s = self._store_copy(columns).get_slice(self.thread)
         storing_warp = cute.arch.make_warp_uniform(self.thread // 32) == 0
-        barrier_id = BARRIER_STORE + self.warpgroup % c.mma_warpgroups
+        barrier_id = BARRIER_STORE + self.local_warpgroup
         if cutlass.const_expr(c.o_borrows_q):
             # Other warpgroups may still read Q where this one is about to write O.
             cute.arch.barrier(barrier_id=BARRIER_Q_READ, number_of_threads=128 * c.mma_warpgroups)

@@ -163,7 +163,7 @@ def test_rows_outgrow_a_shift_that_their_first_keys_set(d):
             assert scores[..., 0].mean().item() == pytest.approx(1400, rel=0.05)
         log2 = scores / math.log(2)
         growth = log2.amax(-1) - log2[..., -128:].amax(-1)
-        outgrown = growth.unflatten(-1, (-1, 128)).amax(-1) > math.log2(fwd_config.LARGEST_TOTAL)
+        outgrown = growth.unflatten(-1, (-1, 128)).amax(-1) > fwd_config.TRUSTED_LOG2
         assert outgrown.double().mean().item() == share, data
 
 

@@ -119,6 +119,13 @@ def with_features() -> dict[str, ForwardConfig]:
     named["64/64 window causal, left"] = config_for(64, 64, **WINDOWS["causal, left"])
     named["128/128 full, cap"] = config_for(128, 128, softcap=True)
     named["64/64 causal, cap"] = config_for(64, 64, True, softcap=True)
+    named["128/128 causal, cap"] = config_for(128, 128, True, softcap=True)
+    named["192/128 causal, cap"] = config_for(192, 128, True, softcap=True)
+    named["128/128 causal, alibi"] = config_for(128, 128, True, alibi=True)
+    named |= {
+        f"{d}/{d} causal, cap and alibi": config_for(d, d, True, softcap=True, alibi=True, pack=4)
+        for d in (64, 128, 256)
+    }
     named["128/128 causal, sink"] = config_for(128, 128, True, sink=True)
     named["128/128 full, alibi"] = config_for(128, 128, alibi=True)
     named["64/64 causal, alibi"] = config_for(64, 64, True, alibi=True)

@@ -23,18 +23,18 @@ ATOMICS = re.compile(r"\b(?:ATOM|ATOMG|RED|REDG)\b")
 
 
 def outgrow(q, k, rows):
-    """Let rows (head, query) of q see the first key far above all others: 400 in log2 units at a scale of 0.1."""
+    """Let rows (head, query, log2) of q see the first key so far above all others, at a scale of 0.1."""
     k[:, 0, :, 0] = 16.0
-    for head, query in rows:
-        q[:, query, head, 0] = 16.0 * 400 * math.log(2) / 0.1 / 16**2
+    for head, query, log2 in rows:
+        q[:, query, head, 0] = log2 * math.log(2) / 0.1 / 16
     return q, k
 
 
-def counted(config, rows, seqlen_q, seqlen_k, workers=2, heads=2):
-    """(tiles worked on again, tiles) of a simulated call in which these rows outgrow the shift."""
+def simulated(config, rows, seqlen_q, seqlen_k, workers=2, heads=2):
+    """A simulated call in which these rows outgrow the shift."""
     generator = np.random.default_rng(0)
     q, k, v = (
-        generator.standard_normal((1, n, heads, 64)).astype(np.float32) * 0.5
+        generator.standard_normal((1, n, heads, config.tile_d)).astype(np.float32) * 0.5
         for n in (seqlen_q, seqlen_k, seqlen_k)
     )
     q, k = outgrow(q, k, rows)
@@ -45,18 +45,39 @@ def counted(config, rows, seqlen_q, seqlen_k, workers=2, heads=2):
             machine.run()
             last = call
     assert np.isfinite(last.out).all()
-    return int(last.redone[0]), last.tiles.grid.total
+    return last
+
+
+def counted(config, rows, *sizes, **more):
+    """(tiles worked on again, tiles) of a call in which these rows (head, query) outgrow the shift."""
+    call = simulated(config, [(*row, 400) for row in rows], *sizes, **more)
+    return int(call.redone[0]), call.tiles.grid.total
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_each_tile_with_a_row_that_outgrows_its_shift_is_counted_once(causal):
+def test_the_first_tile_of_a_worker_that_outgrows_its_shift_is_counted_once(causal):
+    """Those after it are foreseen, by the same warpgroup."""
     config = shipped(64, 64, causal)
     tile, seqlen = config.tile_q, 3 * config.tile_q
     assert counted(config, [], seqlen, seqlen) == (0, 6)
     one_tile = [(1, tile + 5), (1, tile + 200)]  # rows of two warpgroups
     assert counted(config, one_tile, seqlen, seqlen) == (1, 6)
     rows = [(head, i * tile + 70) for head in range(2) for i in range(3)]
-    assert counted(config, rows, seqlen, seqlen) == (6, 6)
+    assert counted(config, rows, seqlen, seqlen) == (2, 6)
+
+
+@pytest.mark.parametrize("grown", [0, 20, 63])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128)])
+def test_a_row_has_the_same_bits_whatever_its_worker_did_before(head_dims, grown):
+    """With the shift fixed, foreseen not to be, or as one of those that share a mark."""
+    config = replace(shipped(*head_dims, False), tile_m=128, turns=False)
+    mine = [(1, 70, grown)] * (grown > 0)
+    plain = simulated(config, mine, 256, 300, workers=1)
+    for row in (3, 200):
+        other = simulated(config, [(0, row, 400), *mine], 256, 300, workers=1)
+        assert other.redone[0] == 1 and plain.redone[0] == 0
+        assert (other.out[:, :, 1] == plain.out[:, :, 1]).all()
+        assert (other.lse[:, 1] == plain.lse[:, 1]).all()
 
 
 def test_marks_that_are_shared_work_on_more_than_those_that_outgrew():
