@@ -92,7 +92,12 @@ PROBLEMS = (
     ),
     Problem(ForwardConfig(True, 16, 16, 64, 16, False), 200, 30),
     Problem(ForwardConfig(True, 16, 16, 128, 16, True), 300, 300, 2, 2),
-    Problem(ForwardConfig(True, 16, 16, 128, 16, True, left=True, skip=True), 300, 300, left=40),
+    Problem(
+        ForwardConfig(True, 16, 16, 128, 16, True, left=True, skip=True, q_stages=2),
+        300,
+        300,
+        left=40,
+    ),
     Problem(ForwardConfig(True, 16, 16, 256, 16, True, skip=True, cluster=2), 300, 150),
     Problem(ForwardConfig(True, 16, 16, 128, 16, False, cluster=2), 300, 30),
 )
