@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from flash4.common.geometry import KvBlocks, ceil_div
 from flash4.common.kv_tiles import KvGrid, kv_grid_of
-from flash4.common.tiles import Grid, TileSchedule, grid_of
+from flash4.common.tiles import Grid, TileSchedule, grid_of, workers_of
 from flash4.passes.bwd_config import FINISH, PREPARE, passes_of
 from flash4.problem import AttentionProblem
 from flash4.sm90 import bwd_config as sm90_bwd
@@ -61,14 +61,14 @@ class Plan:
     rejected: tuple[tuple[str, str], ...] = ()
     copies: tuple[str, ...] = ()
 
-    def schedule(self, workers: int, left=None, right=None) -> TileSchedule:
-        """Tile schedule on a GPU with ``workers`` multiprocessors, as the kernel runs it; sides of the window."""
+    def schedule(self, multiprocessors: int, left=None, right=None) -> TileSchedule:
+        """Tile schedule on a GPU with ``multiprocessors``, as the kernel runs it; sides of the window."""
         p, blocks = self.problem, self.config.blocks(left, right)
         if p.varlen:
             raise ValueError(
                 "lengths of sequences are known on the GPU only: tiles are shared out there"
             )
-        workers = min(workers // self.config.ctas, self.grid.total)
+        workers = min(workers_of(multiprocessors, self.config.ctas), self.grid.total)
         return TileSchedule(blocks, self.grid, self.section, 0, workers, p.seqlen_q, p.seqlen_k)
 
     def __str__(self):
@@ -214,7 +214,7 @@ def plan_forward(problem: AttentionProblem, arch: str, workers: int) -> Plan:
         arch=arch,
         config=config,
         grid=grid,
-        section=choose_section(problem, config, grid, workers // config.ctas),
+        section=choose_section(problem, config, grid, workers),
         reasons=reasons,
         rejected=tuple(rejected),
     )
@@ -309,6 +309,7 @@ def choose_section(problem: AttentionProblem, config, grid: Grid, workers: int) 
     window that limits the left side. Without that, one that limits the right side is taken for a causal mask: its size
     is known at run time only.
     """
+    workers = workers_of(workers, config.ctas)
     if grid.total <= workers or problem.varlen:  # those of different lengths know no sections
         return grid.head_count
     if problem.window_left or not (problem.causal or problem.window_right):

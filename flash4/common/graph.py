@@ -65,6 +65,8 @@ class Ring:
         consumer: role that reads it.
         stages: slots.
         stage_bytes: bytes that one fill delivers (the transaction count of its barrier).
+        ctas: CTAs of a cluster that fill a slot in all of them at once, each with its part; their consumers together
+            free it.
     """
 
     name: str
@@ -72,11 +74,12 @@ class Ring:
     consumer: Role
     stages: int
     stage_bytes: int
+    ctas: int = 1
 
     @property
     def consumer_arrivals(self) -> int:
-        """Arrivals that free a slot: one per consumer warp."""
-        return self.consumer.active_warps
+        """Arrivals that free a slot: one per consumer warp of each CTA."""
+        return self.consumer.active_warps * self.ctas
 
 
 @dataclass(frozen=True)
@@ -138,10 +141,12 @@ class PipelineGraph:
 
     def diagram(self) -> str:
         """One line per ring: producer --[ring x stages]--> consumer."""
-        return "\n".join(
-            f"{ring.producer.name} --[{ring.name} x{ring.stages} tma->warps]--> {ring.consumer.name}"
-            for ring in self.rings
-        )
+        lines = []
+        for ring in self.rings:
+            shared = f" of {ring.ctas} CTAs" if ring.ctas > 1 else ""
+            edge = f"{ring.name} x{ring.stages} tma->warps{shared}"
+            lines.append(f"{ring.producer.name} --[{edge}]--> {ring.consumer.name}")
+        return "\n".join(lines)
 
     def table(self) -> str:
         """Roles with warps and registers, then the shared-memory map."""

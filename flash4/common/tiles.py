@@ -212,6 +212,11 @@ class TileSchedule:
         return float(loads.max() * self.step / loads.sum())
 
 
+def workers_of(multiprocessors, ctas):
+    """Workers of a persistent grid, each with a multiprocessor to each of its CTAs; at least one, dual-mode."""
+    return imax(multiprocessors // ctas, 1)
+
+
 def grid_of(problem, tile_q: int, pack: int) -> Grid:
     """Tiles of a dense problem: ``pack`` query heads share a tile of ``tile_q`` queries."""
     return Grid(

@@ -6,7 +6,7 @@ before another one touches it, and must not end before it knows that the last of
 """
 
 from flash4.sim.barriers import Barrier, NamedBarrier
-from flash4.sim.machine import Clock, Hazard, Lane, Machine, Operation, join
+from flash4.sim.machine import Clock, Hazard, Lane, Machine, Operation, Task, join
 from flash4.sim.memory import Region, Space
 
 
@@ -148,6 +148,9 @@ class ClusterBarrier(Barrier):
                 f"{self._arrived[task]}"
             )
         self._arrived[task] = place
+        for lane in self.machine.lanes:  # release: what it did before has come, to other CTAs too
+            if lane.name.startswith(arrivals_of(task)):
+                lane.join(lane.issued)
         super().arrive(count, nbytes)
 
     def wait(self, phase: int | None = None):
@@ -172,6 +175,11 @@ class ClusterBarrier(Barrier):
             )
 
 
+def arrivals_of(task: Task) -> str:
+    """How the names of lanes of a task's remote arrivals begin."""
+    return f"arrivals of {task.name} at "
+
+
 def lane_called(machine: Machine, name: str, ordered: bool = False) -> Lane:
     """The lane of that name, made when it is first needed."""
     found = next((lane for lane in machine.lanes if lane.name == name), None)
@@ -184,7 +192,7 @@ def arrive_at(barrier: Barrier, count: int = 1, nbytes: int = 0):
     if barrier.cta is None or task.cta is barrier.cta:
         barrier.arrive(count, nbytes)
     else:
-        lane = lane_called(machine, f"arrivals of {task.name} at {barrier.name}")
+        lane = lane_called(machine, f"{arrivals_of(task)}{barrier.name}")
         lane.issue("the arrival", lambda: barrier.arrive(count, nbytes))
     machine.give_way()
 

@@ -87,7 +87,7 @@ class Step(NamedTuple):
 class Task:
     """A role at its current wait; ``lines[t]`` is where its time ``t`` ended.
 
-    Where a machine has several CTAs, ``cta`` is the task's. ``ports`` are its ways into tensor memory, and ``tensor`` is
+    ``leave`` is what it does behind its role. Where a machine has several CTAs, ``cta`` is the task's. ``ports`` are its ways into tensor memory, and ``tensor`` is
     what its last fence behind a wait let its tcgen05 operations see.
     """
 
@@ -101,6 +101,7 @@ class Task:
     clock: Clock = field(default_factory=dict)
     lines: list = field(default_factory=lambda: [None])
     place: Place | None = None
+    leave: Callable[[], None] = lambda: None
     cta: object = None
     tensor: Clock = field(default_factory=dict)
     ports: list = field(default_factory=list)
@@ -160,6 +161,7 @@ class Machine:
         def body():
             with np.errstate(all="ignore"):  # -inf and 0 / 0 of rows without keys are the GPU's too
                 role(*arguments)
+                task.leave()
 
         task = Task(name, self.new_index(), greenlet(body), role.__code__)
         task.pace = self._random.choice(PACES)

@@ -15,8 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flash4.problem import CallOptions
 from flash4.sim import sm90_bwd, sm100_fwd
+from flash4.sim.cluster import arrive_at
 from flash4.sim.machine import Hazard
+from flash4.sim.rings import Ring, SharedRing
 from flash4.sim.sm90_fwd import Variation, round_to_16_bit, simulate_forward
 from flash4.sm90 import bwd_roles, fwd_roles
 from flash4.sm90.bwd_config import BackwardConfig
@@ -45,13 +48,20 @@ class BorrowingConfig(ForwardConfig):
 
 @dataclass(frozen=True)
 class Problem:
-    """What mutants run on."""
+    """What mutants run on; ``left`` is a window's side, if the config has it."""
 
     config: object
     seqlen_q: int
     seqlen_k: int
     heads: int = 1
     workers: int = 1
+    left: int = -1
+
+    @property
+    def options(self) -> CallOptions:
+        """What the call says besides its tensors."""
+        scale = self.config.tile_d**-0.5
+        return CallOptions(scale, self.config.causal, None, self.left)
 
     def tensors(self):
         """Random normal q, k and v."""
@@ -68,7 +78,8 @@ class Problem:
         )
 
 
-# Rings that wrap within a tile and over tiles, one and two warpgroups, turns, skipped blocks, O in Q's memory.
+# Rings that wrap within a tile and over tiles, one and two warpgroups, turns, blocks skipped at both ends, O in Q's
+# memory, and tiles that two CTAs share.
 PROBLEMS = (
     Problem(ForwardConfig(True, 16, 16, 128, 16, True, turns=True), 200, 110, 2),
     Problem(BorrowingConfig(True, 16, 16, 128, 16, False), 300, 75),
@@ -81,6 +92,14 @@ PROBLEMS = (
     ),
     Problem(ForwardConfig(True, 16, 16, 64, 16, False), 200, 30),
     Problem(ForwardConfig(True, 16, 16, 128, 16, True), 300, 300, 2, 2),
+    Problem(
+        ForwardConfig(True, 16, 16, 128, 16, True, left=True, skip=True, q_stages=2),
+        300,
+        300,
+        left=40,
+    ),
+    Problem(ForwardConfig(True, 16, 16, 256, 16, True, skip=True, cluster=2), 300, 150),
+    Problem(ForwardConfig(True, 16, 16, 128, 16, False, cluster=2), 300, 30),
 )
 
 # Rings that wrap within a tile and over tiles, tiles of one block and of several, one and two slots of O, a pair of CTAs.
@@ -103,6 +122,11 @@ class BackwardProblem:
     seqlen_k: int
     heads: int = 1
     workers: int = 1
+
+    @property
+    def options(self) -> float:
+        """Softmax scale."""
+        return self.config.tile_d**-0.5
 
     def tensors(self):
         """One tuple: random normal q, k, v, out, lse and dout; for a schedule, any out and lse will do."""
@@ -254,10 +278,80 @@ def mutants_of_source(
             yield Mutant(name, statements[index].lineno, synchronises, build(number, index, edit))
 
 
+class OwnReleases(SharedRing):
+    """Readers arrive in their own CTA only, where that many arrivals are all that is waited for."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        for barrier in self.empty:
+            barrier.arrivals //= self.spec.ctas
+            barrier.missing = barrier.arrivals
+
+    def free(self, index):
+        """Arrive for one reader."""
+        Ring.free(self, index)
+
+
+class TwiceReleased(SharedRing):
+    """Readers arrive in their own CTA for the other's barrier too: the count is right."""
+
+    def free(self, index):
+        """Arrive for one reader, and for that of the other CTA."""
+        for _ in self.rings:
+            Ring.free(self, index)
+
+
+class SwappedReleases(SharedRing):
+    """Readers arrive twice in the other CTA, and not in their own."""
+
+    def free(self, index):
+        """Arrive for one reader."""
+        for ring in self.rings:
+            arrive_at(self.rings[1 - self.rank].empty[index], ring.arrivals_per_reader)
+
+
+class OwnCopies(SharedRing):
+    """A copy of a part reaches the slot of its own CTA only."""
+
+    def fill(self, index, block, nbytes):
+        """Start the copy of this CTA's part of ``block``."""
+        self.fill_of(self.rank, index, block, nbytes)
+
+
+class WholeCopies(SharedRing):
+    """Each CTA copies all of a block into its own slot, and its part into the other's."""
+
+    def fill(self, index, block, nbytes):
+        """Start the copies."""
+        Ring.fill(self, index, block, nbytes)
+        self.fill_of(1 - self.rank, index, block, nbytes)
+
+
+class OwnCounts(SharedRing):
+    """Bytes count in the CTA that copies, wherever they go."""
+
+    def counter(self, rank):
+        """Barriers that count the bytes of copies into a CTA's slots."""
+        return self.full
+
+
+def cluster_mutants() -> Iterator[Mutant]:
+    """Mutants of what CTAs do that share tiles: how they meet, release and copy."""
+    for kind in (
+        OwnReleases, TwiceReleased, SwappedReleases, OwnCopies, WholeCopies, OwnCounts,
+    ):  # fmt: skip
+        name = f"cluster: {kind.__doc__.rstrip('.')}"
+        yield Mutant(name, 0, True, functools.partial(Variation, shared=kind))
+    for left, where in (("end", "before the roles begin"), ("start", "before one ends")):
+        name = f"cluster: CTAs do not meet {where}"
+        yield Mutant(name, 0, True, functools.partial(Variation, meets=(left,)))
+
+
 def sm90_fwd_mutants() -> list[Mutant]:
-    """All mutants of the Hopper forward: of its source, and of how its ends count slots."""
+    """All mutants of the Hopper forward: of its source, of how its ends count slots, and of how CTAs share tiles."""
     source = inspect.getsource(fwd_roles)
     found = list(mutants_of_source(source, fwd_roles.__file__, "ForwardRoles"))
+    found += cluster_mutants()
     for role in ("load", "mma"):
         for ring in ("q", "k", "v"):
             for amount in (1, -1) if ring != "q" else (1,):
@@ -302,8 +396,8 @@ class Jury:
         self._expected = [self._run(*case, 0, None) for case in self._problems]
 
     def _run(self, problem, tensors, seed, variation):
-        scale = problem.config.tile_d**-0.5
-        return self._simulate(problem.config, *tensors, scale, problem.workers, seed, variation)
+        arguments = (problem.options, problem.workers, seed, variation)
+        return self._simulate(problem.config, *tensors, *arguments)
 
     def verdict(self, mutant: Mutant) -> str | None:
         """How a mutant is reported; None if it is not."""

@@ -6,30 +6,60 @@ from dataclasses import dataclass
 import numpy as np
 
 from flash4.sim.barriers import Barrier
+from flash4.sim.cluster import arrive_at
 from flash4.sim.machine import Hazard, Machine
 from flash4.sim.memory import Fragment, Region, Space
 
 
 class Ring:
-    """Slots that TMA fills, with a "full" and an "empty" barrier each; ``readers`` tasks share the arrivals."""
+    """Slots that TMA fills, with a "full" and an "empty" barrier each, in one CTA.
+
+    Args:
+        machine: that runs it.
+        spec: of the graph.
+        readers: tasks that share the arrivals that free a slot.
+        space: the CTA's memory.
+        at: byte where the slots begin.
+        shape: of a slot's array.
+    """
 
     def __init__(
         self, machine: Machine, spec, readers: int, space: Space | None = None, at=0, shape=(1, 1)
     ):
-        self.machine, self.spec = machine, spec
-        self.arrivals_per_reader = spec.consumer_arrivals // readers
         space = space or Space(machine)
+        self.machine, self.spec, self.cta = machine, spec, space.cta
+        self.arrivals_per_reader = spec.consumer_arrivals // readers
         size, slots = spec.stage_bytes, range(spec.stages)
+        prefix = f"{self.cta.name}." if self.cta else ""
         self.regions = [
-            Region(space, f"{spec.name}[{i}]", at + i * size, at + (i + 1) * size, shape)
+            Region(space, f"{prefix}{spec.name}[{i}]", at + i * size, at + (i + 1) * size, shape)
             for i in slots
         ]
-        self.lanes = [machine.lane(f"copies into {spec.name}[{i}]", ordered=False) for i in slots]
-        self.full = [Barrier(machine, f"{spec.name} full[{i}]", 1) for i in slots]
+        self.lanes = [
+            machine.lane(f"copies into {region.name}", ordered=False) for region in self.regions
+        ]
+        name = prefix + spec.name
+        self.full = [Barrier(machine, f"{name} full[{i}]", 1, self.cta) for i in slots]
         self.empty = [
-            Barrier(machine, f"{spec.name} empty[{i}]", spec.consumer_arrivals) for i in slots
+            Barrier(machine, f"{name} empty[{i}]", spec.consumer_arrivals, self.cta) for i in slots
         ]
         machine.at_exit.append(self._check_balance)
+
+    def fill(self, index: int, block: np.ndarray, nbytes: int):
+        """Start the TMA copy of ``block`` into a slot."""
+        region = self.regions[index]
+
+        def land():
+            region.poke(block)
+            self.full[index].arrive(0, -nbytes)
+
+        self.lanes[index].issue(f"the copy into {region.name}", land, writes=[region])
+        region.spoil()
+
+    def free(self, index: int):
+        """Arrive for one reader."""
+        self.empty[index].arrive(self.arrivals_per_reader)
+        self.machine.give_way()
 
     def _check_balance(self):
         for full, empty in zip(self.full, self.empty):
@@ -39,6 +69,66 @@ class Ring:
                     f"{empty.phase} times ({empty.arrivals - empty.missing} of {empty.arrivals} arrivals "
                     f"of one more)"
                 )
+
+
+class SharedRing(Ring):
+    """One CTA's part of a ring that the CTAs of a cluster fill together; ``connect`` it before its use.
+
+    Each copies its part of a block into the slots of all of them, where its bytes count; each reader arrives in all.
+    """
+
+    def connect(self, rings: "tuple[SharedRing, ...]"):
+        """Let this ring know those of all CTAs, itself among them, in the order of their ranks."""
+        self.rings, self.rank, machine = rings, rings.index(self), self.machine
+        self.copies = [
+            self.lanes
+            if ring is self
+            else [
+                machine.lane(f"copies of {self.cta.name} into {region.name}", ordered=False)
+                for region in ring.regions
+            ]
+            for ring in rings
+        ]
+        self.parts = [[self._part(region) for region in ring.regions] for ring in rings]
+
+    def _part(self, region: Region) -> Region:
+        """Bytes of a slot that this CTA fills."""
+        size = (region.hi - region.lo) // len(self.rings)
+        lo, (rows, columns) = region.lo + self.rank * size, region.shape
+        shape = (rows // len(self.rings), columns)
+        return Region(region.space, f"part {self.rank} of {region.name}", lo, lo + size, shape)
+
+    def fill(self, index: int, block: np.ndarray, nbytes: int):
+        """Start the copies of this CTA's part of ``block`` into a slot of every CTA."""
+        for rank in range(len(self.rings)):
+            self.fill_of(rank, index, block, nbytes)
+
+    def fill_of(self, rank: int, index: int, block: np.ndarray, nbytes: int):
+        """Start the copy into one CTA's slot; a barrier there counts its bytes."""
+        count, region, full = len(self.rings), self.rings[rank].regions[index], self.counter(rank)
+        rows = slice(self.rank * len(block) // count, (self.rank + 1) * len(block) // count)
+
+        def put(values):
+            array = region.peek().copy()
+            array[rows] = values
+            region.poke(array)
+
+        def land():
+            put(block[rows])
+            full[index].arrive(0, -nbytes // count)
+
+        part = self.parts[rank][index]
+        self.copies[rank][index].issue(f"the copy into {part.name}", land, writes=[part])
+        put(np.nan)
+
+    def counter(self, rank: int) -> list[Barrier]:
+        """Barriers that count the bytes of copies into a CTA's slots."""
+        return self.rings[rank].full
+
+    def free(self, index: int):
+        """Arrive for one reader, in every CTA."""
+        for ring in self.rings:
+            arrive_at(ring.empty[index], self.arrivals_per_reader)
 
 
 @dataclass(eq=False)
@@ -56,14 +146,7 @@ class Slot:
 
     def fill(self, block: np.ndarray, nbytes: int):
         """Start the TMA copy of ``block`` into the slot."""
-        ring, region = self.ring, self.region
-
-        def land():
-            region.poke(block)
-            ring.full[self.index].arrive(0, -nbytes)
-
-        ring.lanes[self.index].issue(f"the copy into {region.name}", land, writes=[region])
-        region.spoil()
+        self.ring.fill(self.index, block, nbytes)
 
     def commit(self):
         """Producer: announce the bytes; the slot is full when they have landed."""
@@ -74,8 +157,7 @@ class Slot:
     def release(self):
         """Consumer: this task no longer reads the slot."""
         self._leave()
-        self.ring.empty[self.index].arrive(self.ring.arrivals_per_reader)
-        self.ring.machine.give_way()
+        self.ring.free(self.index)
 
     def _leave(self):
         machine, place = self.ring.machine, self.ring.machine.place()

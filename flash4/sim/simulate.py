@@ -1,6 +1,7 @@
 """The commands ``simulate`` and ``time``: a kernel's own roles, run for what they compute and for how long they take."""
 
 import dataclasses
+import re
 import textwrap
 import time
 from collections import Counter
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from flash4.common.tiles import grid_of
+from flash4.common.tiles import grid_of, workers_of
 from flash4.demo import Check
 from flash4.dispatch import choose_section
 from flash4.interface import options_of
@@ -28,7 +29,7 @@ SIMULATIONS = {"sm90-fwd": sm90_fwd, "sm100-fwd": sm100_fwd}
 TIMED = {"sm90-fwd": (time_forward, H200), "sm100-fwd": (time_forward_sm100, B200)}
 CHANGEABLE = (
     "tile_m", "tile_n", "stages", "q_stages", "o_parts", "turns", "skip", "settle", "fixed_shift", "pack",
-    "o_slots", "poly", "head", "ctas",
+    "cluster", "o_slots", "poly", "head", "ctas",
 )  # fmt: skip
 KINDS = ("wait", "arrive", "issue", "join", "read", "write")
 CELL = 26  # characters of a timeline's column
@@ -67,8 +68,10 @@ def study(kernel: str, plan, settings=(), mutant: str | None = None, roles: Path
     """
     simulation, config, changes = SIMULATIONS[kernel], plan.config, list(settings)
     variation = simulation.Variation()
-    for setting in settings:
-        config = dataclasses.replace(config, **_parse(config, setting))
+    fields = {}
+    for setting in settings:  # together: one alone may be no config
+        fields |= _parse(config, setting)
+    config = dataclasses.replace(config, **fields)
     if mutant is not None and roles is not None:
         raise ValueError("mutants are of the kernel's own roles: give a mutant or a file of roles")
     if mutant is not None:
@@ -83,7 +86,7 @@ def study(kernel: str, plan, settings=(), mutant: str | None = None, roles: Path
     except Hazard as hazard:
         raise ValueError(f"this cannot run: {hazard}") from None
     grid = grid_of(plan.problem, config.tile_q, config.pack)
-    section = choose_section(plan.problem, config, grid, TIMED[kernel][1].sms // config.ctas)
+    section = choose_section(plan.problem, config, grid, TIMED[kernel][1].sms)
     plan = dataclasses.replace(plan, config=config, grid=grid, section=section)
     return Study(plan, variation, tuple(changes))
 
@@ -144,12 +147,13 @@ def command(arguments, what: Study, shapes, keywords) -> int:
         if getattr(options, name) is not None:
             options = options._replace(**{name: getattr(options, name).numpy()})
     _say_what(arguments, what)
-    print(f"seed {arguments.seed}, {arguments.ctas} CTAs", flush=True)
+    workers = workers_of(arguments.ctas, config.ctas)
+    print(f"seed {arguments.seed}, {workers * config.ctas} CTAs", flush=True)
     arrays = [x.float().numpy() for x in tensors]
     start, machines, out = time.perf_counter(), [], None
     try:
         for machine, call in SIMULATIONS[arguments.kernel].forward_machines(
-            config, arrays, options, arguments.ctas, arguments.seed, what.variation
+            config, arrays, options, workers, arguments.seed, what.variation
         ):
             machines.append(machine)
             machine.run()
@@ -159,7 +163,7 @@ def command(arguments, what: Study, shapes, keywords) -> int:
     print(f"\nhazards: none; {time.perf_counter() - start:.1f} s")
     check = Check(*tensors, **keywords)
     good = check.passes(torch.from_numpy(out), "against float64")
-    print(f"\n{counts(machines)}\n\nthe first steps of CTA 0")
+    print(f"\n{counts(machines)}\n\nthe first steps of {_unit(machines[0])} 0")
     print(timeline(machines[0], machines[0].trace[: arguments.rows]))
     if arguments.exhaustive:
         print()
@@ -209,12 +213,17 @@ def draw(shapes) -> tuple[torch.Tensor, ...]:
 
 def _tell_hazard(machines: list[Machine], hazard: Hazard, rows: int) -> int:
     machine = machines[-1]
-    print(f"\nHAZARD in CTA {len(machines) - 1}, a {type(hazard).__name__.lower()}:")
+    print(f"\nHAZARD in {_unit(machine)} {len(machines) - 1}, a {type(hazard).__name__.lower()}:")
     for part in str(hazard).split("; "):
         print(textwrap.fill(part, 100, initial_indent="  ", subsequent_indent="    "))
     print("\nthe last steps before it")
     print(timeline(machine, machine.trace[-rows:]))
     return 1
+
+
+def _unit(machine: Machine) -> str:
+    """What a machine stands for."""
+    return "cluster" if machine.ctas else "CTA"
 
 
 def _exhaust(machines: list[Machine]) -> bool:
@@ -223,11 +232,12 @@ def _exhaust(machines: list[Machine]) -> bool:
         try:
             found = explore(machine)
         except Hazard as hazard:
-            print(f"HAZARD in another order of CTA {i}: {hazard}")
+            print(f"HAZARD in another order of {_unit(machine)} {i}: {hazard}")
             return False
         seconds = time.perf_counter() - start
         print(
-            f"every order of CTA {i}: {found.states} states, no hazard, {seconds:.1f} s", flush=True
+            f"every order of {_unit(machine)} {i}: {found.states} states, no hazard, {seconds:.1f} s",
+            flush=True,
         )
     return True
 
@@ -257,7 +267,8 @@ def timeline(machine: Machine, steps: list[Step]) -> str:
 
 
 def _cell(step: Step) -> str:
-    lane = step.target.replace("copies into ", "").replace("the tensor core for ", "mma of ")
+    lane = re.sub(r"copies (of \S+ )?into ", "", step.target)
+    lane = lane.replace("the tensor core for ", "mma of ")
     text = {
         "wait": f"wait {step.target} {step.count}",
         "arrive": f"-> {step.target}",

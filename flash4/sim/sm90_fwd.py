@@ -27,10 +27,11 @@ from flash4.common.tiles import Grid, TileSchedule
 from flash4.common.varlen import Sequences, VarlenSchedule
 from flash4.problem import CallOptions, positive_scale
 from flash4.sim.barriers import NamedBarrier
+from flash4.sim.cluster import Cluster, Cta
 from flash4.sim.limits import check_graph
 from flash4.sim.machine import Machine
 from flash4.sim.memory import Fragment, Region, Space
-from flash4.sim.rings import End, MmaQueue, Ring, Turn
+from flash4.sim.rings import End, MmaQueue, Ring, SharedRing, Turn
 from flash4.sm90.fwd_config import (
     ELEMENT_BYTES,
     MARKS,
@@ -196,18 +197,19 @@ class Tiles:
 class LoadOps:
     """Verbs of the ``load`` role."""
 
-    def __init__(self, call: Call):
-        self._call = call
+    def __init__(self, call: Call, rank: int):
+        self._call, rows = call, call.config.cta_rows
+        self._rows = range(rank * rows, (rank + 1) * rows)
 
     def load_q(self, tile, slot):
-        """Fill a Q slot with the tile's queries."""
-        call, tile_m = self._call, self._call.config.tile_m
+        """Fill a Q slot with the CTA's part of the tile's queries."""
+        call = self._call
         place = call.tiles.place(tile)
-        query, head, exists = call.places(tile, range(tile_m))
+        query, head, exists = call.places(tile, self._rows)
         if call.config.cu_q:
             exists &= query < call.tiles.lengths(tile)[0]
         rows = call.q[place.batch_q, place.row_q + query[exists], head[exists]]
-        self._fill(slot, (tile_m, call.config.tile_d), exists, rows)
+        self._fill(slot, (len(self._rows), call.config.tile_d), exists, rows)
 
     def load_k(self, tile, n_block, slot):
         """Fill a K slot with block ``n_block``."""
@@ -234,13 +236,20 @@ class LoadOps:
 
 
 class MmaOps:
-    """Verbs of the ``mma`` role, for one warpgroup; all share the barrier ``q_read``."""
+    """Verbs of the ``mma`` role, for warpgroup ``group`` of those that share a tile.
 
-    def __init__(self, machine: Machine, call: Call, tiles: Tiles, group: int, o: Region, q_read):
+    Those of one CTA share the barrier ``q_read``; ``name`` is that of the task.
+    """
+
+    def __init__(
+        self, machine: Machine, call: Call, tiles: Tiles, group: int, name: str, o: Region, q_read
+    ):
         self._machine, self._call, self._config, self._group = machine, call, call.config, group
         self._tiles, tiles.before_again = tiles, self.wait_store
-        self._name = f"mma[{group}]"
+        self._name = name
         self._rows = range(group * MMA_ROWS, (group + 1) * MMA_ROWS)
+        first = group % call.config.mma_warpgroups * MMA_ROWS
+        self._rows_of_q = slice(first, first + MMA_ROWS)
         self._sO, self._q_read, self._queue = o, q_read, MmaQueue(machine, self._name)
         self._stores = machine.lane(f"stores of {self._name}", ordered=True)
         self._p = Fragment(machine, f"P of {self._name}", (MMA_ROWS, call.config.tile_n))
@@ -272,7 +281,9 @@ class MmaOps:
         """Issue S = Q K^T into a fresh accumulator."""
         s = Fragment(self._machine, f"S of {self._name}", (MMA_ROWS, self._config.tile_n))
         operands = (q_slot.region, k_slot.region)
-        self._queue.issue(s, lambda q, k: matmul(q[self._rows], k.T), operands, False, "S = Q K^T")
+        self._queue.issue(
+            s, lambda q, k: matmul(q[self._rows_of_q], k.T), operands, False, "S = Q K^T"
+        )
         return s
 
     def pv(self, v_slot):
@@ -431,11 +442,15 @@ class Variation:
         roles: class of the role functions.
         miscounts: (role, ring) -> slots that this role's end counts beyond the ring's.
         strict: as of ``Machine``.
+        shared: class of the rings that CTAs share.
+        meets: where CTAs that share tiles meet: before their roles begin, and before one ends.
     """
 
     roles: type = ForwardRoles
     miscounts: dict = field(default_factory=dict)
     strict: bool = True
+    shared: type = SharedRing
+    meets: tuple[str, ...] = ("start", "end")
 
 
 def simulate_forward(
@@ -449,7 +464,7 @@ def simulate_forward(
         k: (batch, seqlen_k, heads_kv, head_dim), or packed.
         v: (batch, seqlen_k, heads_kv, head_dim_v), or packed.
         options: as the config's flags say, tensors as NumPy arrays; a number is the softmax scale of a call without.
-        workers: CTAs that share the tiles.
+        workers: that share the tiles: CTAs, or clusters of them.
         seed: decides whatever the schedule leaves open, and the heads per section.
         variation: a ``Variation``; the kernel itself by default.
 
@@ -467,7 +482,7 @@ def simulate_forward(
 
 
 def forward_machines(config, tensors, options, workers, seed, variation=None):
-    """Yield the machine and the call of every CTA, ready to run; arguments as of ``simulate_forward``."""
+    """Yield the machine and the call of every worker, ready to run; arguments as of ``simulate_forward``."""
     (q, k, v), variation = tensors, variation or Variation()
     options = options if isinstance(options, CallOptions) else CallOptions(options)
     if options.alibi_slopes is not None:
@@ -487,8 +502,6 @@ def forward_machines(config, tensors, options, workers, seed, variation=None):
     sides = (side if side >= 0 else None for side in (options.window_left, options.window_right))
     blocks = config.blocks(*sides)
     check_graph(config.graph, SMEM_LIMIT)
-    if config.cluster > 1:
-        raise NotImplementedError("CTAs that share tiles are not simulated yet; cluster=1 is")
     if config.varlen:
         lengths = (None if x is None else [int(n) for n in x] for x in options.lengths)
         sequences = Sequences(options.batch(q), seqlen_q, seqlen_k, *lengths)
@@ -502,28 +515,66 @@ def forward_machines(config, tensors, options, workers, seed, variation=None):
     for worker, tiles in enumerate(schedules):
         call = Call(config, q, k, v, out, lse, options, tiles, redone)
         machine = Machine(seed + worker, variation.strict)
-        _fill_cta(machine, call, variation)
+        _fill_worker(machine, call, variation)
         yield machine, call
 
 
-def _fill_cta(machine: Machine, call: Call, variation: Variation):
-    """Shared memory, rings, barriers and roles of one CTA, by the config's graph."""
-    config, graph, schedule = call.config, call.config.graph, variation.roles()
-    count, bases = config.mma_warpgroups, graph.addresses()
-    memory = Space(machine)
+def _fill_worker(machine: Machine, call: Call, variation: Variation):
+    """One CTA, or those of a cluster that share rings and meet before the first of them ends."""
+    if call.config.cluster == 1:
+        _fill_cta(machine, call, variation, None, _make_rings(Space(machine), call.config))
+        return
+    cluster = Cluster(machine, call.config.cluster, "start" in variation.meets)
+    rings = [_make_rings(cta.smem, call.config, variation.shared) for cta in cluster.ctas]
+    for connected in zip(*rings, strict=True):
+        for ring in connected:
+            if ring.spec.ctas > 1:
+                ring.connect(connected)
+    for cta, mine in zip(cluster.ctas, rings, strict=True):
+        _fill_cta(machine, call, variation, cta, mine)
+    if "end" in variation.meets:
+        everyone = cluster.barrier("cluster", len(machine.tasks))
+        for task in machine.tasks:
+            task.leave = everyone.sync
+
+
+def _make_rings(memory: Space, config: ForwardConfig, shared: type = SharedRing) -> list[Ring]:
+    """Rings of one CTA by the config's graph; those that it shares are of class ``shared``."""
+    bases = config.graph.addresses()
     shapes = {
-        "q": (config.tile_m, config.tile_d),
+        "q": (config.cta_rows, config.tile_d),
         "k": (config.tile_n, config.tile_d),
         "v": (config.tile_n, config.tile_dv),
     }
-    rings = [
-        Ring(machine, spec, count, memory, bases[spec.name], shapes[spec.name])
-        for spec in graph.rings
-    ]
+    made = []
+    for spec in config.graph.rings:
+        kind, readers = shared if spec.ctas > 1 else Ring, config.mma_warpgroups * spec.ctas
+        at, shape = bases[spec.name], shapes[spec.name]
+        made.append(kind(memory.machine, spec, readers, memory, at, shape))
+    return made
+
+
+def _fill_cta(
+    machine: Machine, call: Call, variation: Variation, cta: Cta | None, rings: list[Ring]
+):
+    """Barriers and roles of one CTA, by the config's graph."""
+    config, schedule = call.config, variation.roles()
+    count, bases, memory = (
+        config.mma_warpgroups,
+        config.graph.addresses(),
+        rings[0].regions[0].space,
+    )
+    rank, spawn, prefix = 0, machine.spawn, ""
+    if cta is not None:
+        rank, spawn, prefix = cta.rank, cta.spawn, f"{cta.name}."
     threads = WARPGROUP * count
-    q_read = NamedBarrier(machine, BARRIER_Q_READ, "q read", threads, WARPGROUP)
+
+    def named(number, name, threads, unit):
+        return NamedBarrier(machine, number, prefix + name, threads, unit, cta)
+
+    q_read = named(BARRIER_Q_READ, "q read", threads, WARPGROUP)
     turns = [
-        NamedBarrier(machine, BARRIER_TURN + i, f"turn[{i}]", 2 * WARPGROUP, WARPGROUP)
+        named(BARRIER_TURN + i, f"turn[{i}]", 2 * WARPGROUP, WARPGROUP)
         for i in range(count)
         if config.turns and count > 1
     ]
@@ -533,16 +584,17 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation):
 
     barrier, marks = None, Marks()
     if config.fixed_shift:
-        barrier = NamedBarrier(machine, BARRIER_PASS, "pass", threads + WARP, WARP)
+        barrier = named(BARRIER_PASS, "pass", threads + WARP, WARP)
     load, mma = plain(variation.roles.load), plain(variation.roles.mma)
     tiles = Tiles(call.tiles, barrier, 1, marks)
-    machine.spawn("load", load, schedule, LoadOps(call), tiles, *ends("load"))
+    spawn("load", load, schedule, LoadOps(call, rank), tiles, *ends("load"))
     part = config.o_bytes // count
     for group in range(count):
-        machine.name_barrier(BARRIER_STORE + group, f"store of mma[{group}]")
+        name = f"{prefix}mma[{group}]"
+        machine.name_barrier(BARRIER_STORE + group, f"store of {name}", cta)
         at = bases["o"] + group * part
         shape = (MMA_ROWS, config.tile_dv // config.o_parts)
-        o = Region(memory, f"o[{group}]", at, at + part, shape)
+        o = Region(memory, f"{prefix}o[{group}]", at, at + part, shape)
         tiles = Tiles(call.tiles, barrier, WARPGROUP // WARP, marks)
-        ops, turn = MmaOps(machine, call, tiles, group, o, q_read), Turn(turns, group)
-        machine.spawn(f"mma[{group}]", mma, schedule, ops, tiles, *ends("mma"), turn)
+        ops = MmaOps(machine, call, tiles, rank * count + group, name, o, q_read)
+        spawn(f"mma[{group}]", mma, schedule, ops, tiles, *ends("mma"), Turn(turns, group))

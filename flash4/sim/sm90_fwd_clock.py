@@ -104,10 +104,11 @@ class LoadOps:
 
 
 class MmaOps:
-    """Verbs of the ``mma`` role, for one warpgroup."""
+    """Verbs of the ``mma`` role, for one warpgroup; of CTAs that share tiles, one of the last, which sees most."""
 
     def __init__(self, machine, config: ForwardConfig, group: int, tiles, q_read):
-        self._machine, self._config, self._group = machine, config, group
+        self._machine, self._config = machine, config
+        self._group = config.tile_warpgroups - config.mma_warpgroups + group
         self._tiles = tiles
         self._mma = machine.lane(f"the tensor core for mma[{group}]", True)
         self._stores = machine.lane(f"stores of mma[{group}]", True)
@@ -260,7 +261,7 @@ def time_forward(
     _fill_cta(machine, config, replace(schedule, start=busiest(schedule)), roles)
     machine.run()
     flops = 2 * visible_pairs(problem, schedule) * (problem.head_dim + problem.head_dim_v)
-    return Timing(machine, chip, schedule.step, flops)
+    return Timing(machine, chip, schedule.step * config.cluster, flops)
 
 
 def visible_pairs(problem, schedule: TileSchedule) -> float:
@@ -274,6 +275,7 @@ def visible_pairs(problem, schedule: TileSchedule) -> float:
 
 
 def _fill_cta(machine, config, tiles, roles):
+    """One CTA; another that shares its tiles is taken to load and release in step with it."""
     graph, count, schedule = config.graph, config.mma_warpgroups, roles()
     rings = [Ring(machine, spec, count, Space(machine)) for spec in graph.rings]
     threads = WARPGROUP * count

@@ -170,6 +170,11 @@ class ForwardConfig:
         return Q_TILES * MMA_ROWS * self.ctas
 
     @property
+    def cluster(self) -> int:
+        """CTAs that work on one tile."""
+        return 1
+
+    @property
     def tile_q(self) -> int:
         """Queries of a tile."""
         return self.tile_m // self.pack

@@ -28,7 +28,7 @@ from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.mods import AUX, decode_aux
 from flash4.common.numerics import LOG2E, Cap, opaque
 from flash4.common.shares import find_share
-from flash4.common.tiles import Grid, TileSchedule
+from flash4.common.tiles import Grid, TileSchedule, workers_of
 from flash4.common.varlen import Sequences, VarlenSchedule
 from flash4.sm90.fwd_config import (
     MARK_WORDS,
@@ -216,7 +216,7 @@ class ForwardSm90:
         self.kernel(
             (mma_qk, mma_pv), operands, run_time, grid, section, (q.shape[1], k.shape[1])
         ).launch(
-            grid=(cutlass.min(total, workers // c.cluster) * c.cluster, 1, 1),
+            grid=(cutlass.min(total, workers_of(workers, c.cluster)) * c.cluster, 1, 1),
             cluster=(c.cluster, 1, 1),
             block=(self.graph.threads, 1, 1),
             stream=stream,
@@ -376,23 +376,20 @@ class ForwardSm90:
     def _open_ring(self, smem, name, lane):
         """Barriers and the producer and consumer ends of the graph's ring ``name``."""
         ring = self.graph.ring(name)
-        shared = self.config.cluster if name != "q" else 1
         ring_ends = pipeline.PipelineTmaAsync.create(
             barrier_storage=smem.allocate_array(cutlass.Int64, 2 * ring.stages),
             num_stages=ring.stages,
             producer_group=pipeline.CooperativeGroup(
                 pipeline.Agent.Thread, ring.producer.active_warps
             ),
-            consumer_group=pipeline.CooperativeGroup(
-                pipeline.Agent.Thread, ring.consumer_arrivals * shared
-            ),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, ring.consumer_arrivals),
             tx_count=ring.stage_bytes,
-            cta_layout_vmnk=cute.make_layout((1, shared, 1, 1)),
+            cta_layout_vmnk=cute.make_layout((1, ring.ctas, 1, 1)),
             tidx=lane,
             mcast_mode_mn=(0, 1),
             defer_sync=True,
         )
-        if self.config.cluster > 1 and shared == 1:
+        if self.config.cluster > ring.ctas:  # the pipeline would signal another CTA's barrier
             ring_ends = replace(ring_ends, is_signaling_thread=lane % WARP == 0)
         return ring_ends.make_participants()
 

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from flash4.common.geometry import KvBlocks, Phase, choose, imax, imin
+from flash4.common.geometry import KvBlocks, Phase, ceil_div, choose, imax, imin
 from flash4.common.graph import WARPGROUP, Buffer, PipelineGraph, Ring, Role
 from flash4.common.mods import AUX, decode_aux
+from flash4.common.tiles import grid_of
 
 SMEM_LIMIT = 232_448  # bytes of shared memory that one sm_90 CTA can have (227 KiB)
 SMEM_ALIGN = 1_024  # the 128-byte swizzle repeats every 1,024 bytes
@@ -24,6 +25,9 @@ MARKS_BYTES = 4 * MARK_WORDS
 GROWTH_LOG2 = 8  # see ForwardConfig.growth_log2
 KEY_STEP = 16  # keys that one WGMMA of P V contracts
 MAX_HEAD_DIM = 256
+# Fewest keys of tiles that CTAs share, without and with a causal mask.
+SHARED_KEYS, CUT_SHARED_KEYS = 1_024, 4_096
+SHARED_TILES = 132  # fewest such tiles: two for each pair of an H100's multiprocessors
 LONG = 8_192  # keys from which on power decides at head dim 64
 LATE_VALUES = (
     128,
@@ -157,6 +161,11 @@ class ForwardConfig:
     def mma_warpgroups(self) -> int:
         """Warpgroups of the ``mma`` role of one CTA."""
         return self.tile_warpgroups // self.cluster
+
+    @property
+    def ctas(self) -> int:
+        """CTAs that work on a tile together, as configs of all architectures call them."""
+        return self.cluster
 
     @property
     def tile_warpgroups(self) -> int:
@@ -374,8 +383,8 @@ class ForwardConfig:
             roles=(load, mma),
             rings=(
                 Ring("q", load, mma, self.q_stages, self.q_bytes),
-                Ring("k", load, mma, self.stages, self.k_bytes),
-                Ring("v", load, mma, self.stages, self.v_bytes),
+                Ring("k", load, mma, self.stages, self.k_bytes, self.cluster),
+                Ring("v", load, mma, self.stages, self.v_bytes, self.cluster),
             ),
             buffers=tuple(buffers),
         )
@@ -419,7 +428,8 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
     )
     config, why_shift = choose_shift(config)
     config, why_memory = spend_memory(config)
-    return config, (why_tile, why_shift, why_memory, why_pack)
+    config, why_share = share_tiles(config, problem)
+    return config, (why_tile, why_shift, why_memory, why_share, why_pack)
 
 
 def choose_shift(config: ForwardConfig) -> tuple[ForwardConfig, str]:
@@ -452,6 +462,33 @@ def spend_memory(config: ForwardConfig) -> tuple[ForwardConfig, str]:
         if changed.fits and not changed.o_borrows_q:
             return changed, why
     return config, "O borrows the memory of Q: no room for both"
+
+
+def share_tiles(config: ForwardConfig, problem) -> tuple[ForwardConfig, str]:
+    """Let two CTAs share tiles of twice the rows, and halve the reads of K and V, where that is faster; and the reason.
+
+    It was measured with many keys and many tiles, and gains little: nothing else may get worse for it.
+    """
+    cut = config.causal or config.right
+    keys = CUT_SHARED_KEYS if cut else SHARED_KEYS
+    tiles = grid_of(problem, 2 * config.tile_q, config.pack).total
+    obstacles = {
+        "head dims up to 128 gain nothing from sharing": max(config.tile_d, config.tile_dv) <= 128,
+        "what outgrows a fixed shift is found out by one CTA": config.fixed_shift,
+        "sequences of different lengths are shared out by one CTA": config.varlen,
+        "few blocks of a left window are of use to twice the rows": config.left,
+        "mods": config.may_hide_any or config.natural,
+        f"fewer than {keys} keys": problem.seqlen_k < keys,
+        f"fewer than {SHARED_TILES} tiles of twice the rows": tiles < SHARED_TILES,
+        "half of the last tile of twice the rows would be empty": (
+            ceil_div(problem.seqlen_q, config.tile_q) % 2 == 1
+        ),
+    }
+    for obstacle, present in obstacles.items():
+        if present:
+            return config, f"one CTA to a tile: {obstacle}"
+    why = f"two CTAs to a tile, each loads half of K and V: at least {keys} keys, {SHARED_TILES} tiles"
+    return replace(config, cluster=2, tile_m=2 * config.tile_m, skip=cut), why
 
 
 def padded_head_dim(head_dim: int) -> int:

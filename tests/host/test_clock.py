@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from bench import predict
 from bench.shapes import Cell
+from flash4.common.tiles import grid_of
 from flash4.sim import draw
 from flash4.sim.chips import H200, UNITS
 from flash4.sim.clock import Activity, ClockedMachine, Span, Work, share
@@ -232,6 +233,17 @@ def test_fewer_stages_and_a_dropped_turn_take_time():
     plan = predict.planned(Cell(128, 128, False, 1024, 8, 16, 16))
     one = time_forward(replace(plan, config=replace(plan.config, stages=1)), H200)
     assert one.cycles > 1.2 * small().cycles
+
+
+def test_tiles_that_ctas_share_take_all_multiprocessors():
+    """As many rows and blocks for each CTA: without the traffic to L2, which is not modelled, nothing is gained."""
+    plan = predict.planned(Cell(256, 256, False, 4096, 4, 8, 8))
+    assert plan.config.cluster == 2
+    alone = replace(plan.config, cluster=1, tile_m=128)
+    alone = replace(plan, config=alone, grid=grid_of(plan.problem, alone.tile_q, 1))
+    shared, one = time_forward(plan, H200), time_forward(alone, H200)
+    assert shared.workers == one.workers == H200.sms
+    assert shared.cycles == pytest.approx(one.cycles, rel=0.02)
 
 
 def test_a_mutated_schedule_runs_under_the_clock():

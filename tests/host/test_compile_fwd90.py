@@ -82,7 +82,24 @@ def shipped() -> dict[str, ForwardConfig]:
     named["128/128 causal, fp16"] = config_for(128, 128, True, bf16=False)
     named["128/128 causal, pack 4"] = config_for(128, 128, True, pack=4)
     named["128/128 full, negate"] = config_for(128, 128, False, negate=True)
-    return named | with_features()
+    return named | with_features() | of_two_ctas()
+
+
+def of_two_ctas() -> dict[str, ForwardConfig]:
+    """Configs of tiles that two CTAs share, by name."""
+    kinds = {
+        "256/256 full": config_for(256, 256, seqlen=LONG),
+        "256/256 causal": config_for(256, 256, True, seqlen=LONG),
+        "192/128 full": config_for(192, 128, seqlen=LONG),
+        "192/128 causal": config_for(192, 128, True, seqlen=LONG),
+        "64/256 causal": config_for(64, 256, True, seqlen=LONG),
+        "160/160 causal, fp16": config_for(160, 160, True, seqlen=LONG, bf16=False),
+        "224/224 full, fp16": config_for(224, 224, seqlen=LONG, bf16=False),
+        "256/256 window right, cap, sink and slopes": config_for(
+            256, 256, seqlen=LONG, **WINDOWS["right"], softcap=True, sink=True, alibi=True, pack=4
+        ),
+    }
+    return {f"{name}, two CTAs": config for name, config in kinds.items()}
 
 
 def with_features() -> dict[str, ForwardConfig]:

@@ -5,7 +5,9 @@ As a script, with more random problems: ``python -m tests.host.test_fwd90_roles 
 
 import argparse
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import product
 
 import hypothesis
 import numpy as np
@@ -86,11 +88,14 @@ class Case:
         )
 
 
-def shipped(head_dim, head_dim_v, causal, bf16=True, **features):
+SHARED = 1 << 16  # queries and keys of one head whose tiles two CTAs share, if its dims are wide
+
+
+def shipped(head_dim, head_dim_v, causal, bf16=True, seqlen=4096, **features):
     """Config that a call with these head dims gets."""
     dtype = torch.bfloat16 if bf16 else torch.float16
-    facts = AttentionProblem(dtype, 1, 4096, 4096, 1, 1, head_dim, head_dim_v, causal, **features)
-    return choose_config(facts)[0]
+    sizes = (1, seqlen, seqlen, 1, 1, head_dim, head_dim_v)
+    return choose_config(AttentionProblem(dtype, *sizes, causal, **features))[0]
 
 
 KINDS = (
@@ -112,6 +117,16 @@ CONFIGS += [
     (ForwardConfig(True, 64, 64, tile_m, tile_n, True, turns=True), 64, 64)
     for tile_m, tile_n in ((64, 64), (128, 64), (192, 128))
 ]
+# Tiles that two CTAs share: one, two and four warpgroups each, and those that ship for wide heads.
+CONFIGS += [
+    (ForwardConfig(True, 64, 64, tile_m, tile_n, causal, skip=causal, cluster=2), 64, 64)
+    for tile_m, tile_n, causal in ((128, 32, True), (256, 64, True), (256, 32, False))
+]
+CONFIGS += [
+    (ForwardConfig(True, 64, 64, 512, 64, False, stages=4, turns=True, cluster=2), 64, 64),
+    (shipped(192, 128, True, seqlen=SHARED), 192, 128),
+    (shipped(224, 224, False, bf16=False, seqlen=SHARED), 224, 224),
+]
 
 
 def run(case: Case, seed: int = 0):
@@ -130,6 +145,9 @@ def test_the_configs_cover_what_can_differ():
     assert {config.o_borrows_q for config in configs} == {False, True}
     assert {config.skip for config in configs} == {False, True}
     assert {config.turns for config in configs} == {False, True}
+    assert {(config.cluster, config.skip) for config in configs} == {
+        *product((1, 2), (True, False))
+    }
 
 
 @pytest.mark.parametrize("index", range(len(CONFIGS)), ids=lambda i: f"{i}-{CONFIGS[i][1:]}")
@@ -348,7 +366,8 @@ def test_rounding_is_torchs():
         assert torch.equal(torch.from_numpy(round_to_16_bit(x.numpy(), bf16)), expected)
 
 
-SMALL = [(i, 40) for i, (config, *_) in enumerate(CONFIGS) if config.mma_warpgroups <= 2]
+SMALL = [(i, 40) for i, (config, *_) in enumerate(CONFIGS) if config.tile_warpgroups <= 2]
+SMALL = [small for small in SMALL if CONFIGS[small[0]][0].cluster == 1]
 
 
 @pytest.mark.parametrize(("index", "seqlen_k"), [*SMALL, (0, 16)])
@@ -361,6 +380,42 @@ def test_every_order_of_a_small_problem(index, seqlen_k):
         machine.run()
         found = explore(machine)
         assert found.steps > found.states > len(machine.tasks)
+
+
+def test_every_order_of_two_ctas_with_one_slot():
+    config = ForwardConfig(True, 8, 8, 128, 16, False, stages=1, cluster=2)
+    case = Case(config, 8, 8, seqlen_q=128, seqlen_k=32)
+    arrays = [x.float().numpy() for x in case.tensors()]
+    ((machine, _),) = forward_machines(config, arrays, 0.1, workers=1, seed=0)
+    machine.run()
+    assert len(machine.tasks) == 4 and explore(machine).states > 10_000
+
+
+def test_the_ctas_of_a_cluster_give_the_bits_of_one():
+    """They only share out rows: half of a tile of 256 is a tile of 128."""
+    inputs = Case(shipped(64, 64, True), 64, 64, 2, 300, 300, 2).tensors()
+    arrays = [x.float().numpy() for x in inputs]
+    alone = ForwardConfig(True, 64, 64, 128, 64, True)
+    shared = replace(alone, tile_m=256, cluster=2)
+    expected = simulate_forward(alone, *arrays, 0.1, 2, 0)
+    for workers, skip in ((1, False), (2, True), (3, True)):
+        results = simulate_forward(replace(shared, skip=skip), *arrays, 0.1, workers, workers)
+        assert all((a == b).all() for a, b in zip(results, expected, strict=True))
+
+
+def test_each_cta_of_a_cluster_copies_half_of_every_block_to_both():
+    config = ForwardConfig(True, 64, 64, 256, 64, False, cluster=2)
+    case = Case(config, 64, 64, seqlen_q=256, seqlen_k=640)
+    arrays = [x.float().numpy() for x in case.tensors()]
+    ((machine, _),) = forward_machines(config, arrays, 0.1, workers=1, seed=0)
+    machine.run()
+    copied = Counter()
+    for step in machine.trace:
+        if step.kind == "arrive" and step.nbytes < 0 and ".q " not in step.target:
+            to_peer = step.actor.startswith("copies of cta")
+            copied[to_peer, step.target[: len("ctaX.k")]] -= step.nbytes
+    targets = product((False, True), ("cta0.k", "cta0.v", "cta1.k", "cta1.v"))
+    assert copied == dict.fromkeys(targets, 10 * config.k_bytes // 2)
 
 
 def test_steps_do_not_depend_on_the_order():

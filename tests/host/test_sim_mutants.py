@@ -39,6 +39,8 @@ def test_the_problems_cover_what_can_differ():
     assert {config.turns for config in configs} == {True, False}
     assert {config.skip for config in configs} == {True, False}
     assert {config.mma_warpgroups for config in configs} == {1, 2, 4}
+    assert {config.cluster for config in configs} == {1, 2}
+    assert {config.left for config in configs} == {True, False}
 
 
 def test_the_kernel_itself_is_not_reported(jury):
@@ -84,7 +86,7 @@ EARLY = (
     ("mma: swap ops.wait_mma(0) <-> k_slot.release()", Problem(ONE_WARPGROUP, 64, 80)),
     ("mma: swap ops.wait_mma(1) <-> k_slot.release()", Problem(ONE_WARPGROUP, 64, 80)),
     ("mma: swap ops.wait_mma(0) <-> v_slot.release() #2", Problem(ONE_WARPGROUP, 64, 80)),
-    ("mma: drop k_slot = k_consumer.wait_and_advance() #3", Problem(ONE_WARPGROUP, 64, 80)),
+    ("mma: drop k_slot = k_consumer.wait_and_advance() #4", Problem(ONE_WARPGROUP, 64, 80)),
     # Shows only where a whole tile's blocks fit the ring: else K's ring holds the loader back.
     ("mma: swap ops.wait_mma(0) <-> v_slot.release()", Problem(ONE_WARPGROUP, 192, 32)),
     (
