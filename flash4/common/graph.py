@@ -55,14 +55,15 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Ring:
-    """A ring of shared-memory slots, filled by TMA and released by the warps that read it.
+    """A ring of shared-memory slots, filled by TMA or by a warp and released by the warps that read it.
 
     Attributes:
         name: name of the ring and of its buffer.
         producer: role that fills it.
         consumer: role that reads it.
         stages: slots.
-        stage_bytes: bytes that one fill delivers (the transaction count of its barrier).
+        stage_bytes: bytes that one fill delivers (of TMA the transaction count of its barrier).
+        tma: filled by TMA.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Ring:
     consumer: Role
     stages: int
     stage_bytes: int
+    tma: bool = True
 
     @property
     def consumer_arrivals(self) -> int:
@@ -132,7 +134,8 @@ class PipelineGraph:
     def diagram(self) -> str:
         """One line per ring: producer --[ring x stages]--> consumer."""
         return "\n".join(
-            f"{ring.producer.name} --[{ring.name} x{ring.stages} tma->warps]--> {ring.consumer.name}"
+            f"{ring.producer.name} --[{ring.name} x{ring.stages} {'tma' if ring.tma else 'warp'}->warps]--> "
+            f"{ring.consumer.name}"
             for ring in self.rings
         )
 

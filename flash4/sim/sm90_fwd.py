@@ -14,11 +14,11 @@ from flash4.common.geometry import Phase, ceil_div
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
-from flash4.common.shares import shares_of
 from flash4.common.tiles import Grid, TileSchedule
 from flash4.common.varlen import Sequences, VarlenSchedule
 from flash4.problem import CallOptions, positive_scale
 from flash4.sim.barriers import NamedBarrier
+from flash4.sim.handout import HostGivenTiles, HostSlots, HostToldTiles, shared_out, total_of
 from flash4.sim.limits import check_graph
 from flash4.sim.machine import Machine
 from flash4.sim.memory import Fragment, Region, Space
@@ -108,11 +108,9 @@ class Call:
 class Tiles:
     """One role's way through a worker's tiles, and through those marked again; all meet at ``barrier`` in between."""
 
-    def __init__(
-        self, schedule: TileSchedule, barrier: NamedBarrier | None, warps: int, marks: set
-    ):
+    def __init__(self, schedule: TileSchedule, barrier, warps: int, marks: set, before_again):
         self._schedule, self._barrier, self._warps, self.marks = schedule, barrier, warps, marks
-        self.before_again = lambda: None  # what is stored again must be stored last
+        self.before_again = before_again  # what is stored again must be stored last
 
     def first(self):
         """Return the worker's first tile."""
@@ -185,9 +183,10 @@ class LoadOps:
 class MmaOps:
     """Verbs of the ``mma`` role, for one warpgroup; all share the barrier ``q_read``."""
 
-    def __init__(self, machine: Machine, call: Call, tiles: Tiles, group: int, o: Region, q_read):
+    worker_tiles = None  # of the role; known when its verbs are
+
+    def __init__(self, machine: Machine, call: Call, group: int, o: Region, q_read):
         self._machine, self._call, self._config, self._group = machine, call, call.config, group
-        self._tiles, tiles.before_again = tiles, self.wait_store
         self._name = f"mma[{group}]"
         self._rows = range(group * MMA_ROWS, (group + 1) * MMA_ROWS)
         self._sO, self._q_read, self._queue = o, q_read, MmaQueue(machine, self._name)
@@ -311,9 +310,9 @@ class MmaOps:
         call.lse[place.batch_q, head[exists], query] = lse[exists]
         if call.config.counts and tile.again and self._group == 0:
             call.redone[0] += 1
-        trusted = (self._total <= LARGEST_TOTAL) & np.isfinite(self._o.values).all(1)
+        trusted = (self._total <= LARGEST_TOTAL) & np.isfinite(self._o.values).all(1) | unused
         if call.config.fixed_shift and not trusted[exists].all():
-            self._tiles.mark(tile)
+            self.worker_tiles.mark(tile)
         o = round_to_16_bit(o, self._config.bf16)
         for part in range(self._config.o_parts):
             self._q_read.sync() if self.o_borrows_q else self.wait_store()
@@ -402,11 +401,12 @@ def forward_machines(config, tensors, options, workers, seed, variation=None):
     check_graph(config.graph, SMEM_LIMIT)
     if config.cluster > 1:
         raise NotImplementedError("CTAs that share tiles are not simulated yet; cluster=1 is")
+    numbers = [()] * workers
     if config.varlen:
         lengths = (None if x is None else [int(n) for n in x] for x in options.lengths)
         sequences = Sequences(options.batch(q), seqlen_q, seqlen_k, *lengths)
-        shared = VarlenSchedule(blocks, grid, sequences)
-        schedules = [replace(shared, share=share) for share in shares_of(shared, workers)]
+        schedules = [VarlenSchedule(blocks, grid, sequences, 1 + 97 * (seed % 9))] * workers
+        numbers = shared_out(total_of(schedules[0]), workers, seed)
     else:
         rows = (seqlen_q, seqlen_k)
         schedules = [
@@ -415,12 +415,12 @@ def forward_machines(config, tensors, options, workers, seed, variation=None):
     for worker, tiles in enumerate(schedules):
         call = Call(config, q, k, v, out, lse, options, tiles, redone)
         machine = Machine(seed + worker, variation.strict)
-        _fill_cta(machine, call, variation)
+        _fill_cta(machine, call, variation, numbers[worker])
         yield machine, call
 
 
-def _fill_cta(machine: Machine, call: Call, variation: Variation):
-    """Shared memory, rings, barriers and roles of one CTA, by the config's graph."""
+def _fill_cta(machine: Machine, call: Call, variation: Variation, numbers):
+    """Shared memory, rings, barriers and roles of one CTA, by the config's graph; ``numbers`` of tiles that it gets."""
     config, graph, schedule = call.config, call.config.graph, variation.roles()
     count, bases = config.mma_warpgroups, graph.addresses()
     memory = Space(machine)
@@ -432,6 +432,7 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation):
     rings = [
         Ring(machine, spec, count, memory, bases[spec.name], shapes[spec.name])
         for spec in graph.rings
+        if spec.tma
     ]
     threads = WARPGROUP * count
     q_read = NamedBarrier(machine, BARRIER_Q_READ, "q read", threads, WARPGROUP)
@@ -444,18 +445,36 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation):
     def ends(role):
         return [End(ring, variation.miscounts.get((role, ring.spec.name), 0)) for ring in rings]
 
-    barrier, marks = None, set()
-    if config.fixed_shift:
-        barrier = NamedBarrier(machine, BARRIER_PASS, "pass", threads + WARP, WARP)
+    call, tiles_of = _tiles_of_roles(machine, call, numbers, memory)
     load, mma = plain(variation.roles.load), plain(variation.roles.mma)
-    tiles = Tiles(call.tiles, barrier, 1, marks)
-    machine.spawn("load", load, schedule, LoadOps(call), tiles, *ends("load"))
+    machine.spawn("load", load, schedule, LoadOps(call), tiles_of(WARP, None), *ends("load"))
     part = config.o_bytes // count
     for group in range(count):
         machine.name_barrier(BARRIER_STORE + group, f"store of mma[{group}]")
         at = bases["o"] + group * part
         shape = (MMA_ROWS, config.tile_dv // config.o_parts)
         o = Region(memory, f"o[{group}]", at, at + part, shape)
-        tiles = Tiles(call.tiles, barrier, WARPGROUP // WARP, marks)
-        ops, turn = MmaOps(machine, call, tiles, group, o, q_read), Turn(turns, group)
+        ops, turn = MmaOps(machine, call, group, o, q_read), Turn(turns, group)
+        tiles = ops.worker_tiles = tiles_of(WARPGROUP, ops.wait_store)
         machine.spawn(f"mma[{group}]", mma, schedule, ops, tiles, *ends("mma"), turn)
+
+
+def _tiles_of_roles(machine: Machine, call: Call, numbers, memory: Space):
+    """The call as verbs see it, and what makes the tiles of a role of its threads and of how it waits for stores."""
+    config, schedule, graph = call.config, call.tiles, call.config.graph
+    threads = WARPGROUP * config.mma_warpgroups
+    if config.varlen:
+        at, total = graph.addresses()["tiles"], total_of(schedule)
+        slots = HostSlots(machine, graph.ring("tiles"), memory, at, numbers, total)
+
+        def of_role(mine, wait_stores):
+            kind = HostGivenTiles if mine == WARP else HostToldTiles
+            return kind(schedule, slots.of_role(mine // WARP, wait_stores), config.fixed_shift)
+
+        return replace(call, tiles=of_role(WARPGROUP, None)), of_role
+    barrier, marks = None, set()
+    if config.fixed_shift:
+        barrier = NamedBarrier(machine, BARRIER_PASS, "pass", threads + WARP, WARP)
+    return call, lambda mine, wait_stores: Tiles(
+        schedule, barrier, mine // WARP, marks, wait_stores or (lambda: None)
+    )

@@ -3,22 +3,23 @@
 from dataclasses import dataclass, replace
 
 from flash4.common.geometry import KvBlocks, Phase, imax, imin
-from flash4.common.graph import WARPGROUP, Buffer, PipelineGraph, Ring, Role
+from flash4.common.graph import Buffer, PipelineGraph, Ring, Role
 from flash4.common.mods import AUX, decode_aux
 
 SMEM_LIMIT = 232_448  # bytes of shared memory that one sm_90 CTA can have (227 KiB)
 SMEM_ALIGN = 1_024  # the 128-byte swizzle repeats every 1,024 bytes
 ELEMENT_BYTES = 2
-COST_BYTES = 8
 MMA_ROWS = 64  # rows of one warpgroup's WGMMA
 TILE_DIM_STEP = 32  # head dims are padded in shared memory to a multiple of this
 O_COLUMN_STEP = 64  # columns of O that one box of a TMA store holds
 LARGEST_TOTAL = 2.0**64  # row sum up to which P of a fixed shift is trusted, if O is finite too
 MARKS = 127  # marks of tiles to work on again: one per wave, modulo this, and one for all
 MARKS_BYTES = 4 * (MARKS + 1)
+TILE_SLOTS = 4  # of the ring of tiles, where sequences differ in length
+TILE_WORDS = 16  # of a slot, 4 bytes each
 KEY_STEP = 16  # keys that one WGMMA of P V contracts
 MAX_HEAD_DIM = 256
-# Registers per thread of ``mma`` and of ``load``, by warpgroups of ``mma``. Decoding tiles of sequences takes more.
+# Registers per thread of ``mma`` and of ``load``, by warpgroups of ``mma``. Finding tiles of sequences takes more.
 REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32), 4: (112, 24)}
 VARLEN_REGISTERS = {1: (256, 56), 2: (232, 40), 3: (152, 56), 4: (112, 32)}
 PACKS = (1, 2, 4, 8, 16, 32, 64)
@@ -115,13 +116,11 @@ class ForwardConfig:
             raise ValueError(f"pack is {self.pack}; supported are {PACKS}")
         if self.fixed_shift and not self.bf16:
             raise ValueError("fixed_shift needs bf16: P would leave the range of float16")
-        if self.fixed_shift and (self.varlen or self.may_hide_any):
-            raise ValueError(
-                "fixed_shift needs sequences of one length, and no mods: each row sees a masked key"
-            )
+        if self.fixed_shift and self.may_hide_any:
+            raise ValueError("fixed_shift needs no mods: each row sees a masked key")
         if self.cluster > 1 and (self.fixed_shift or self.varlen):
             raise ValueError(
-                "cluster needs sequences of one length, and no fixed_shift: marks and shares are of one CTA"
+                "cluster needs sequences of one length, and no fixed_shift: marks and tiles are of one CTA"
             )
         if self.counts and not self.fixed_shift:
             raise ValueError("counts needs fixed_shift: without it no tile is worked on again")
@@ -206,6 +205,7 @@ class ForwardConfig:
             "cu_seqlens_k": self.cu_k,
             "seqused_q": self.used_q,
             "seqused_k": self.used_k,
+            "next_tile": self.varlen,
             "redone": self.counts,
         }
         aux = (f"{AUX}{i}" for i in range(len(decode_aux(self.aux))))
@@ -298,6 +298,7 @@ class ForwardConfig:
         load --[q x2 tma->warps]--> mma
         load --[k x2 tma->warps]--> mma
         load --[v x2 tma->warps]--> mma
+        load --[tiles x4 warp->warps]--> mma  (sequences of different lengths)
         """
         groups = self.mma_warpgroups
         mma_regs, load_regs = (VARLEN_REGISTERS if self.varlen else REGISTERS)[groups]
@@ -309,19 +310,17 @@ class ForwardConfig:
             Buffer("v", self.stages * self.v_bytes),
             Buffer("o", self.o_bytes, borrows="q" if self.o_borrows_q else None),
         ]
-        if self.fixed_shift:
+        rings = [
+            Ring("q", load, mma, self.q_stages, self.q_bytes),
+            Ring("k", load, mma, self.stages, self.k_bytes),
+            Ring("v", load, mma, self.stages, self.v_bytes),
+        ]
+        if self.varlen:
+            rings.append(Ring("tiles", load, mma, TILE_SLOTS, 4 * TILE_WORDS, tma=False))
+            buffers.append(Buffer("tiles", TILE_SLOTS * 4 * TILE_WORDS))
+        elif self.fixed_shift:
             buffers.append(Buffer("marks", MARKS_BYTES))
-        if self.varlen:  # one cost for each thread, before any role begins
-            buffers.append(Buffer("costs", COST_BYTES * (groups + 1) * WARPGROUP, borrows="k"))
-        return PipelineGraph(
-            roles=(load, mma),
-            rings=(
-                Ring("q", load, mma, self.q_stages, self.q_bytes),
-                Ring("k", load, mma, self.stages, self.k_bytes),
-                Ring("v", load, mma, self.stages, self.v_bytes),
-            ),
-            buffers=tuple(buffers),
-        )
+        return PipelineGraph(roles=(load, mma), rings=tuple(rings), buffers=tuple(buffers))
 
 
 def can_implement(problem) -> str | None:
@@ -371,7 +370,7 @@ def choose_shift(config: ForwardConfig) -> tuple[ForwardConfig, str]:
         return config, "the softmax shift follows the maximum: P would leave the range of float16"
     if max(config.tile_d, config.tile_dv) > 128:
         return config, "the softmax shift follows the maximum: the products take the time"
-    special = config.varlen or config.natural or config.may_hide_any
+    special = config.natural or config.may_hide_any
     if special or config.left or config.right:
         return config, "the softmax shift follows the maximum, as with all but plain masks"
     settle = 8 if max(config.tile_d, config.tile_dv) == 64 else 0

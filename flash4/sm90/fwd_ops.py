@@ -315,8 +315,8 @@ class MmaOps:
     tOrO: cute.Tensor  # ((2, 2, tile_dv / 8), 1, 1), float32
     tOrP: cute.Tensor  # ((2, 2, 2), 1, tile_n / 16), 16 bit
     state: RowState
-    tiles: object  # TileSchedule or VarlenSchedule
-    worker_tiles: object  # Tiles, or the VarlenSchedule
+    tiles: object  # TileSchedule, or ToldTiles
+    worker_tiles: object  # Tiles, or ToldTiles
     cap_scale: object  # factor of a score within the cap, Float32; None without a cap
     scale: object  # factor of a score, or the cap, Float32; None unless the config is natural
     scale_log2: Float32  # factor of what softmax takes
@@ -573,6 +573,8 @@ class MmaOps:
                 mLSE[place.batch_q, head, place.row_q + query] = lse
             if cutlass.const_expr(c.fixed_shift):
                 trusted = (total <= LARGEST_TOTAL) & finite
+                if cutlass.const_expr(c.varlen):
+                    trusted = trusted | unused
                 if exists & (not trusted):
                     self.worker_tiles.mark(tile)
 

@@ -1,0 +1,148 @@
+"""Tiles handed out one by one: a CTA takes the next from a counter, and its ``load`` role tells the others (dual-mode).
+
+What ``load`` knows of a tile stands in a slot of a ring in shared memory until all ``mma`` warps are through with it.
+There a tile whose rows outgrew a fixed softmax shift is marked. ``load`` sees the mark when it comes to use the slot
+again, and gives out the same tile instead of a new one. At the end it looks at all slots once more before it tells that
+no tile is left, and fills those whose tiles are done with nothing.
+"""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+
+from flash4.common.geometry import choose
+from flash4.common.graph import WARP
+from flash4.common.varlen import Cursor, VarlenSchedule, VarlenTile
+
+END, TILE, NOTHING = 0, 1, 2  # kinds of entries
+
+
+@cute.jit
+def find(tiles, warp, index, begin, wanted):
+    """(sequence, number of its first tile) of the one with tile ``wanted``; a sequence behind the last if there is none.
+
+    Args:
+        tiles: ``VarlenSchedule``.
+        warp: whose lanes look at a sequence each.
+        index: sequence to begin with, not behind the wanted tile's.
+        begin: number of its first tile.
+        wanted: number of a tile among all.
+    """
+    count = tiles.sequences.count
+    looking = index < count
+    while looking:
+        ends = warp.sums(tiles.tiles_at, index)  # of tiles, from this sequence to each lane's
+        passed = warp.count(ends <= wanted - begin)
+        begin = begin + warp.last(ends, passed)
+        index = index + passed
+        looking = (passed == WARP) & (index < count)
+    return index, begin
+
+
+@dataclass(frozen=True)
+class TileViews:
+    """What verbs of any role ask of its tiles."""
+
+    schedule: VarlenSchedule
+    slots: object  # of the ring of tiles
+    redoes: bool  # tiles may be marked
+
+    @property
+    def blocks(self):
+        """Visiting rule of KV blocks."""
+        return self.schedule.blocks
+
+    @property
+    def grid(self):
+        """Groups and KV heads."""
+        return self.schedule.grid
+
+    def lengths(self, tile):
+        """(queries, keys) in use of a tile's sequence."""
+        return tile.seqlen_q, tile.seqlen_k
+
+    def place(self, tile):
+        """Where a tile lies; read anew, since registers are scarce."""
+        return self.schedule.place(self.slots.read(tile.number))
+
+    def mark(self, tile):
+        """Have a tile worked on again, unless this is the second time."""
+        self.slots.mark(tile.number, 1 - tile.again)
+
+    def _tile(self, number, entry, cursor=None) -> VarlenTile:
+        return VarlenTile(
+            valid=entry.kind == TILE,
+            number=number,
+            again=entry.again,
+            m_block=entry.m_block,
+            n_blocks=entry.n_blocks,
+            first_block=entry.first_block,
+            seqlen_q=entry.seqlen_q,
+            seqlen_k=entry.seqlen_k,
+            cursor=cursor,
+        )
+
+
+@dataclass(frozen=True)
+class GivenTiles(TileViews):
+    """The tiles of ``load``, which finds them."""
+
+    def first(self):
+        """Return the worker's first tile."""
+        zero = self.slots.zero
+        return self._next(zero, Cursor(zero, zero, zero))
+
+    def next(self, tile):
+        """Return the tile after ``tile``."""
+        return self._next(tile.number + 1, tile.cursor)
+
+    @cute.jit
+    def _next(self, number, cursor):
+        schedule, slots = self.schedule, self.slots
+        index, begin, idle = cursor.index, cursor.begin, cursor.idle
+        count, last = schedule.sequences.count, slots.count if self.redoes else 1
+        kind, sequence, within, again = slots.zero + NOTHING, index, begin, slots.zero
+        while kind == NOTHING:
+            slots.acquire(number)
+            sequence, within, again = slots.marked(number)
+            if (again == 0) & (index < count):
+                wanted = slots.draw(number)
+                index, begin = slots.find(schedule, index, begin, wanted)
+                sequence, within = index, wanted - begin
+            found = (again == 1) | (index < count)
+            idle = choose(found, 0, idle + 1)
+            kind = choose(found, TILE, choose(idle == last, END, NOTHING))
+            within = choose(found, within, 0)
+            if kind == NOTHING:
+                slots.post(number, schedule.at(sequence, within, kind, again))
+                number = number + 1
+        entry = schedule.at(sequence, within, kind, again)
+        slots.post(number, entry)
+        return self._tile(number, entry, Cursor(index, begin, idle))
+
+
+@dataclass(frozen=True)
+class ToldTiles(TileViews):
+    """The tiles of an ``mma`` warp, which is told."""
+
+    def first(self):
+        """Return the worker's first tile."""
+        return self._next(self.slots.zero)
+
+    def next(self, tile):
+        """Return the tile after ``tile``, whose slot is given back."""
+        self.slots.release(tile.number)
+        return self._next(tile.number + 1)
+
+    @cute.jit
+    def _next(self, number):
+        slots = self.slots
+        slots.wait(number)
+        if self.redoes:
+            while slots.kind(number) == NOTHING:
+                slots.release(number)
+                number = number + 1
+                slots.wait(number)
+            if slots.again(number) == 1:
+                slots.wait_stores()  # what is stored again must be stored last
+        return self._tile(number, slots.read(number))

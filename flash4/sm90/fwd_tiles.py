@@ -1,0 +1,138 @@
+"""Verbs of ``common.handout``, in CuTe: the ring of tiles, and how a warp looks through sequences."""
+
+from dataclasses import dataclass, fields
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from flash4.common.geometry import imax
+from flash4.common.graph import Ring
+from flash4.common.handout import find
+from flash4.common.varlen import Entry
+
+ENTRY = tuple(field.name for field in fields(Entry))
+MARK = len(ENTRY)  # word of a slot that says whether its tile must be worked on again
+
+
+@dataclass(frozen=True)
+class Warp:
+    """Lanes that look at a sequence each."""
+
+    lane: Int32
+
+    def sums(self, of, first):
+        """of(first) + ... up to each lane's."""
+        value = of(first + self.lane)
+        for distance in (1, 2, 4, 8, 16):
+            before = cute.arch.shuffle_sync_up(value, distance)
+            value = value + cutlass.select_(self.lane >= distance, before, Int32(0))
+        return value
+
+    def count(self, condition):
+        """Lanes with this condition."""
+        return Int32(cute.arch.popc(cute.arch.vote_ballot_sync(condition)))
+
+    def last(self, values, lanes):
+        """Value of the last of the first ``lanes``; 0 of none."""
+        value = cute.arch.shuffle_sync(values, imax(lanes - 1, 0))
+        return cutlass.select_(lanes > 0, value, Int32(0))
+
+
+@dataclass(frozen=True)
+class TileSlots:
+    """The ring of tiles: slots, their barriers, and the counter that tells a CTA's next tile."""
+
+    ring: Ring
+    words: cute.Tensor  # (TILE_WORDS, slots) int32 in shared memory
+    full: cute.Pointer
+    empty: cute.Pointer
+    counter: cute.Tensor  # (1,) int32 in global memory: tiles given out beyond every worker's first
+    worker: Int32
+    workers: Int32
+    lane: Int32  # in the warp
+
+    @property
+    def count(self):
+        """Slots."""
+        return self.ring.stages
+
+    @property
+    def zero(self):
+        """0, of the type that loops carry."""
+        return Int32(0)
+
+    @cute.jit
+    def open(self, thread):
+        """Set up barriers and marks; by all threads, before they meet."""
+        words = self.words
+        if thread < self.count:
+            cute.arch.mbarrier_init(self.full + thread, 1)
+            cute.arch.mbarrier_init(self.empty + thread, self.ring.consumer_arrivals)
+            words[MARK, thread] = 0
+
+    def acquire(self, number):
+        """Wait until a slot is empty."""
+        cute.arch.mbarrier_wait(self.empty + number % self.count, (number // self.count + 1) % 2)
+
+    def wait(self, number):
+        """Wait until a slot is full."""
+        cute.arch.mbarrier_wait(self.full + number % self.count, number // self.count % 2)
+
+    def post(self, number, entry):
+        """Fill a slot; by a whole warp."""
+        slot = number % self.count
+        cute.arch.sync_warp()  # all lanes have read what was there
+        for i, name in enumerate(ENTRY):
+            self.words[i, slot] = Int32(getattr(entry, name))
+        self.words[MARK, slot] = Int32(0)
+        self._arrive(self.full + slot)
+
+    def release(self, number):
+        """Give a slot back; by a whole warp."""
+        self._arrive(self.empty + number % self.count)
+
+    @cute.jit
+    def _arrive(self, barrier):
+        cute.arch.sync_warp()
+        if self.lane == 0:
+            cute.arch.mbarrier_arrive(barrier)
+
+    def read(self, number) -> Entry:
+        """What a slot holds."""
+        slot = number % self.count
+        return Entry(*(self.words[i, slot] for i in range(MARK)))
+
+    def kind(self, number):
+        """Kind of what a slot holds."""
+        return self.read(number).kind
+
+    def again(self, number):
+        """Whether a slot's tile is worked on for the second time."""
+        return self.read(number).again
+
+    def marked(self, number):
+        """(sequence, number in it, 1) of the tile that a slot held if that must be worked on again, else any, and 0."""
+        entry = self.read(number)
+        return entry.index, entry.within, self.words[MARK, number % self.count]
+
+    def mark(self, number, value):
+        """Mark a slot's tile; whoever else does writes the same."""
+        self.words[MARK, number % self.count] = value
+
+    @cute.jit
+    def draw(self, number):
+        """Number among all tiles of this worker's next: its own number first, then what the counter says."""
+        drawn = Int32(0)
+        if (self.lane == 0) & (number > 0):
+            drawn = cute.arch.atomic_add(self.counter.iterator, Int32(1))
+        drawn = cute.arch.shuffle_sync(drawn, 0)
+        return cutlass.select_(number > 0, drawn + self.workers, self.worker)
+
+    def find(self, schedule, index, begin, wanted):
+        """See ``handout.find``."""
+        return find(schedule, Warp(self.lane), index, begin, wanted)
+
+    def wait_stores(self):
+        """Wait until this thread's stores are there."""
+        cute.arch.cp_async_bulk_wait_group(0)
