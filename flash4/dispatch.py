@@ -17,7 +17,9 @@ ARCHITECTURES = {(9, 0): "sm_90a"}  # compute capability -> compile target
 NEVER_RUN = {(10, 0): "Blackwell"}  # kernels compile and are simulated, but nobody has run one
 
 L2_SECTION_BYTES = 32 << 20  # K and V of the heads in one section; L2 is 50 MB, on an H200 60
-SEQUENCE_SECTION_BYTES = 16 << 20  # the same where tiles are handed out one by one, which loses no balance
+SEQUENCE_SECTION_BYTES = (
+    16 << 20
+)  # the same where tiles are handed out one by one, which loses no balance
 MIN_SECTION = 3  # fewer heads at a time, and too many workers read the same lines of L2
 MAX_TILES = 2**31 - 1  # tile numbers are int32 in the kernel
 MODELLED_TILES = 16_384  # beyond that the last wave does not matter

@@ -11,32 +11,33 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 
 from flash4.common.geometry import choose
-from flash4.common.graph import WARP
-from flash4.common.varlen import Cursor, VarlenSchedule, VarlenTile
+from flash4.common.varlen import CHUNK, Cursor, VarlenSchedule, VarlenTile
 
 END, TILE, NOTHING = 0, 1, 2  # kinds of entries
 
 
 @cute.jit
-def find(tiles, warp, index, begin, wanted):
-    """(sequence, number of its first tile) of the one with tile ``wanted``; a sequence behind the last if there is none.
+def find(tiles, warp, cursor, wanted):
+    """Cursor at the sequence with tile ``wanted``; in a chunk behind the last if there is none.
 
     Args:
         tiles: ``VarlenSchedule``.
         warp: whose lanes look at a sequence each.
-        index: sequence to begin with, not behind the wanted tile's.
-        begin: number of its first tile.
+        cursor: where to begin, not behind the wanted tile.
         wanted: number of a tile among all.
     """
-    count = tiles.sequences.count
-    looking = index < count
+    count, chunk, chunk_begin = tiles.sequences.count, cursor.chunk, cursor.chunk_begin
+    looking = chunk < count
     while looking:
-        ends = warp.sums(tiles.tiles_at, index)  # of tiles, from this sequence to each lane's
-        passed = warp.count(ends <= wanted - begin)
-        begin = begin + warp.last(ends, passed)
-        index = index + passed
-        looking = (passed == WARP) & (index < count)
-    return index, begin
+        size = warp.sum(warp.each(tiles.tiles_at, chunk))
+        looking = chunk_begin + size <= wanted
+        chunk_begin = chunk_begin + choose(looking, size, 0)
+        chunk = chunk + choose(looking, CHUNK, 0)
+        looking = looking & (chunk < count)
+    sizes = warp.each(tiles.tiles_at, chunk)
+    begins = chunk_begin + warp.sum_before(sizes, warp.each(tiles.keys_at, chunk))
+    lane = warp.which((begins <= wanted) & (wanted < begins + sizes))
+    return Cursor(chunk, chunk_begin, chunk + lane, warp.value_of(begins, lane))
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class TileViews:
         """Have a tile worked on again, unless this is the second time."""
         self.slots.mark(tile.number, 1 - tile.again)
 
-    def _tile(self, number, entry, cursor=None) -> VarlenTile:
+    def _tile(self, number, entry, cursor=None, idle=None) -> VarlenTile:
         return VarlenTile(
             valid=entry.kind == TILE,
             number=number,
@@ -80,6 +81,7 @@ class TileViews:
             seqlen_q=entry.seqlen_q,
             seqlen_k=entry.seqlen_k,
             cursor=cursor,
+            idle=idle,
         )
 
 
@@ -90,35 +92,36 @@ class GivenTiles(TileViews):
     def first(self):
         """Return the worker's first tile."""
         zero = self.slots.zero
-        return self._next(zero, Cursor(zero, zero, zero))
+        nowhere = zero + self.schedule.sequences.count  # where no tiles are
+        return self._next(zero, Cursor(zero, zero, nowhere, zero), zero)
 
     def next(self, tile):
         """Return the tile after ``tile``."""
-        return self._next(tile.number + 1, tile.cursor)
+        return self._next(tile.number + 1, tile.cursor, tile.idle)
 
     @cute.jit
-    def _next(self, number, cursor):
+    def _next(self, number, cursor, idle):
         schedule, slots = self.schedule, self.slots
-        index, begin, idle = cursor.index, cursor.begin, cursor.idle
         count, last = schedule.sequences.count, slots.count if self.redoes else 1
-        kind, sequence, within, again = slots.zero + NOTHING, index, begin, slots.zero
+        kind, index, within, again = slots.zero + NOTHING, slots.zero, slots.zero, slots.zero
         while kind == NOTHING:
             slots.acquire(number)
-            sequence, within, again = slots.marked(number)
-            if (again == 0) & (index < count):
+            index, within, again = slots.marked(number)
+            if (again == 0) & (cursor.chunk < count):
                 wanted = slots.draw(number)
-                index, begin = slots.find(schedule, index, begin, wanted)
-                sequence, within = index, wanted - begin
-            found = (again == 1) | (index < count)
+                if wanted >= cursor.begin + schedule.tiles_at(cursor.index):
+                    cursor = slots.find(schedule, cursor, wanted)
+                index, within = cursor.index, wanted - cursor.begin
+            found = (again == 1) | (cursor.chunk < count)
             idle = choose(found, 0, idle + 1)
             kind = choose(found, TILE, choose(idle == last, END, NOTHING))
             within = choose(found, within, 0)
             if kind == NOTHING:
-                slots.post(number, schedule.at(sequence, within, kind, again))
+                slots.post_nothing(number)
                 number = number + 1
-        entry = schedule.at(sequence, within, kind, again)
+        entry = schedule.at(index, within, kind, again)
         slots.post(number, entry)
-        return self._tile(number, entry, Cursor(index, begin, idle))
+        return self._tile(number, entry, cursor, idle)
 
 
 @dataclass(frozen=True)

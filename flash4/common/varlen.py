@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flash4.common.geometry import KvBlocks, ceil_div, choose, imax, imin
 from flash4.common.tiles import Grid, Place
 
+CHUNK = 32  # sequences that are sorted: one for each lane of a warp
 SECTION_HEADS = 3  # fewer heads at a time, and too many workers read the same lines of L2
 
 
@@ -109,17 +110,20 @@ def _span(cu_seqlens, batch, rows):
 
 @dataclass(frozen=True)
 class Cursor:
-    """How far a worker has looked through the sequences; indices of tiles only grow.
+    """How far a worker has looked through the sequences; numbers of tiles only grow.
 
     Attributes:
-        index: a sequence that is not behind the worker's last tile; ``Sequences.count`` when no tile is left.
+        chunk: first sequence of the chunk that the worker's last tile is in; ``Sequences.count`` or more when no tile
+            is left.
+        chunk_begin: number of that chunk's first tile among all.
+        index: sequence of the worker's last tile.
         begin: number of that sequence's first tile among all.
-        idle: slots of the ring of tiles that have been looked at since the last tile.
     """
 
+    chunk: object
+    chunk_begin: object
     index: object
     begin: object
-    idle: object
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,8 @@ class VarlenTile:
     Attributes:
         number: of the worker's tiles, counted from 0.
         again: 1 if the tile is worked on for the second time.
-        cursor: of the role that finds tiles; None in those that are told.
+        cursor: of the role that finds tiles; None in those that are told, as the next.
+        idle: slots of the ring of tiles that were looked at since its last tile.
     """
 
     valid: object
@@ -141,6 +146,7 @@ class VarlenTile:
     seqlen_q: object
     seqlen_k: object
     cursor: object = None
+    idle: object = None
 
 
 @dataclass(frozen=True)
@@ -176,9 +182,9 @@ class Entry:
 class VarlenSchedule:
     """All tiles of a call in one order, in which ``handout`` gives them to whoever is free.
 
-    Sequences come in the order given. The heads of each are cut into sections; where queries see different numbers of
-    keys, a section's tiles run from the longest to the shortest, over all its heads. So few K and V are live at a time,
-    and what comes last is short.
+    Sequences come in chunks of ``CHUNK`` as they are given, within a chunk from the longest to the shortest. The heads
+    of each are cut into sections; where queries see different numbers of keys, a section's tiles run from the longest
+    to the shortest, over all its heads. So few K and V are live at a time, and what comes last is short.
 
     Attributes:
         blocks: visiting rule of KV blocks; static but for the sides of a window.
@@ -197,6 +203,10 @@ class VarlenSchedule:
         m_blocks = ceil_div(self.sequences.at(index).stored_q, self.blocks.tile_q)
         tiles = m_blocks * self.grid.groups * self.grid.heads_kv
         return choose(index < self.sequences.count, tiles, 0)
+
+    def keys_at(self, index):
+        """Keys of a sequence: the longer, the longer do its tiles take."""
+        return self.sequences.at(index).seqlen_k
 
     def _heads_per_section(self, seqlen_k):
         """KV heads of a section, as many in each of a sequence as can be."""

@@ -5,32 +5,46 @@ CTAs run one after the other here, so that which tiles a CTA gets is decided bef
 
 import copy
 import random
+from dataclasses import fields, replace
 
 import numpy as np
 
 from flash4.common.dsl import plain
 from flash4.common.graph import WARP, Ring
-from flash4.common.handout import GivenTiles, ToldTiles, find
+from flash4.common.handout import NOTHING, GivenTiles, ToldTiles, find
 from flash4.common.varlen import Entry, VarlenSchedule
 from flash4.sim.barriers import Barrier
 from flash4.sim.machine import Machine
 from flash4.sim.memory import ADD, Region, Space
 
+EMPTY = Entry(*(0 for _ in fields(Entry)))
+
 
 class HostWarp:
     """A warp whose lanes are the elements of an array."""
 
-    def sums(self, of, first):
-        """of(first) + ... up to each lane's."""
-        return np.cumsum([of(first + lane) for lane in range(WARP)])
+    def each(self, of, first):
+        """of(first) in the first lane, of(first + 1) in the next, ..."""
+        return np.array([of(first + lane) for lane in range(WARP)])
 
-    def count(self, condition):
-        """Lanes with this condition."""
-        return int(condition.sum())
+    def sum(self, values):
+        """Sum over all lanes."""
+        return int(values.sum())
 
-    def last(self, values, lanes):
-        """Value of the last of the first ``lanes``; 0 of none."""
-        return int(values[lanes - 1]) if lanes else 0
+    def sum_before(self, values, keys):
+        """Sum over the lanes with a larger key, or with the same and a smaller number."""
+        order = np.argsort(-keys, kind="stable")
+        before = np.cumsum(values[order]) - values[order]
+        return before[np.argsort(order)]
+
+    def which(self, condition):
+        """The only lane with a condition; any from 0 to 32 if there is none."""
+        assert condition.sum() <= 1
+        return int(condition.argmax()) if condition.any() else WARP
+
+    def value_of(self, values, lane):
+        """Value of a lane."""
+        return int(values[lane % WARP])
 
 
 def total_of(schedule: VarlenSchedule) -> int:
@@ -109,6 +123,10 @@ class HostSlots:
         self._full[slot].arrive()
         self._machine.give_way()
 
+    def post_nothing(self, number):
+        """Fill a slot with nothing to do. What it held was not marked."""
+        self.post(number, replace(self._held[number % self.count] or EMPTY, kind=NOTHING))
+
     def release(self, number):
         """Give a slot back."""
         self._empty[number % self.count].arrive(self._arrivals)
@@ -149,9 +167,9 @@ class HostSlots:
         """Number among all tiles of this worker's next."""
         return next(self._numbers, self._beyond)
 
-    def find(self, schedule, index, begin, wanted):
+    def find(self, schedule, cursor, wanted):
         """See ``handout.find``."""
-        return plain(find)(schedule, HostWarp(), index, begin, wanted)
+        return plain(find)(schedule, HostWarp(), cursor, wanted)
 
 
 class HostGivenTiles(GivenTiles):

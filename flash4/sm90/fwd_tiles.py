@@ -6,13 +6,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from flash4.common.geometry import imax
-from flash4.common.graph import Ring
-from flash4.common.handout import find
+from flash4.common.graph import WARP, Ring
+from flash4.common.handout import NOTHING, find
 from flash4.common.varlen import Entry
 
 ENTRY = tuple(field.name for field in fields(Entry))
-MARK = len(ENTRY)  # word of a slot that says whether its tile must be worked on again
+LANES_AT_A_TIME = 4  # more take more registers
+KIND, MARK = (
+    ENTRY.index("kind"),
+    len(ENTRY),
+)  # word of a slot that says whether its tile must be worked on again
 
 
 @dataclass(frozen=True)
@@ -21,22 +24,37 @@ class Warp:
 
     lane: Int32
 
-    def sums(self, of, first):
-        """of(first) + ... up to each lane's."""
-        value = of(first + self.lane)
-        for distance in (1, 2, 4, 8, 16):
-            before = cute.arch.shuffle_sync_up(value, distance)
-            value = value + cutlass.select_(self.lane >= distance, before, Int32(0))
-        return value
+    def each(self, of, first):
+        """of(first) in the first lane, of(first + 1) in the next, ..."""
+        return of(first + self.lane)
 
-    def count(self, condition):
-        """Lanes with this condition."""
-        return Int32(cute.arch.popc(cute.arch.vote_ballot_sync(condition)))
+    def sum(self, values):
+        """Sum over all lanes."""
+        return cute.arch.warp_redux_sync(values, "add")
 
-    def last(self, values, lanes):
-        """Value of the last of the first ``lanes``; 0 of none."""
-        value = cute.arch.shuffle_sync(values, imax(lanes - 1, 0))
-        return cutlass.select_(lanes > 0, value, Int32(0))
+    @cute.jit
+    def sum_before(self, values, keys):
+        """Sum over the lanes with a larger key, or with the same and a smaller number."""
+        total = Int32(0)
+        for first in range(0, WARP, LANES_AT_A_TIME):
+            for i in cutlass.range_constexpr(LANES_AT_A_TIME):
+                lane = first + i
+                value, key = (
+                    cute.arch.shuffle_sync(values, lane),
+                    cute.arch.shuffle_sync(keys, lane),
+                )
+                before = (key > keys) | ((key == keys) & (self.lane > lane))
+                total = total + cutlass.select_(before, value, Int32(0))
+        return total
+
+    def which(self, condition):
+        """The only lane with a condition; any from 0 to 32 if there is none."""
+        lanes = cute.arch.vote_ballot_sync(condition)
+        return Int32(cute.arch.popc(lanes - 1))
+
+    def value_of(self, values, lane):
+        """Value of a lane."""
+        return cute.arch.shuffle_sync(values, lane)
 
 
 @dataclass(frozen=True)
@@ -64,12 +82,13 @@ class TileSlots:
 
     @cute.jit
     def open(self, thread):
-        """Set up barriers and marks; by all threads, before they meet."""
+        """Set up barriers and words; by all threads, before they meet."""
         words = self.words
         if thread < self.count:
             cute.arch.mbarrier_init(self.full + thread, 1)
             cute.arch.mbarrier_init(self.empty + thread, self.ring.consumer_arrivals)
-            words[MARK, thread] = 0
+        if thread < cute.size(words):  # any numbers are safe that are not negative
+            words[thread] = 0
 
     def acquire(self, number):
         """Wait until a slot is empty."""
@@ -86,6 +105,13 @@ class TileSlots:
         for i, name in enumerate(ENTRY):
             self.words[i, slot] = Int32(getattr(entry, name))
         self.words[MARK, slot] = Int32(0)
+        self._arrive(self.full + slot)
+
+    def post_nothing(self, number):
+        """Fill a slot with nothing to do; by a whole warp. What it held was not marked."""
+        slot = number % self.count
+        cute.arch.sync_warp()
+        self.words[KIND, slot] = Int32(NOTHING)
         self._arrive(self.full + slot)
 
     def release(self, number):
@@ -129,9 +155,9 @@ class TileSlots:
         drawn = cute.arch.shuffle_sync(drawn, 0)
         return cutlass.select_(number > 0, drawn + self.workers, self.worker)
 
-    def find(self, schedule, index, begin, wanted):
+    def find(self, schedule, cursor, wanted):
         """See ``handout.find``."""
-        return find(schedule, Warp(self.lane), index, begin, wanted)
+        return find(schedule, Warp(self.lane), cursor, wanted)
 
     def wait_stores(self):
         """Wait until this thread's stores are there."""
