@@ -37,7 +37,8 @@ def find(tiles, warp, cursor, wanted):
     sizes = warp.each(tiles.tiles_at, chunk)
     begins = chunk_begin + warp.sum_before(sizes, warp.each(tiles.keys_at, chunk))
     lane = warp.which((begins <= wanted) & (wanted < begins + sizes))
-    return Cursor(chunk, chunk_begin, chunk + lane, warp.value_of(begins, lane))
+    begin, size = warp.value_of(begins, lane), warp.value_of(sizes, lane)
+    return Cursor(chunk, chunk_begin, chunk + lane, begin, begin + size)
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,7 @@ class GivenTiles(TileViews):
     def first(self):
         """Return the worker's first tile."""
         zero = self.slots.zero
-        nowhere = zero + self.schedule.sequences.count  # where no tiles are
-        return self._next(zero, Cursor(zero, zero, nowhere, zero), zero)
+        return self._next(zero, Cursor(zero, zero, zero, zero, zero), zero)
 
     def next(self, tile):
         """Return the tile after ``tile``."""
@@ -109,7 +109,7 @@ class GivenTiles(TileViews):
             index, within, again = slots.marked(number)
             if (again == 0) & (cursor.chunk < count):
                 wanted = slots.draw(number)
-                if wanted >= cursor.begin + schedule.tiles_at(cursor.index):
+                if wanted >= cursor.end:
                     cursor = slots.find(schedule, cursor, wanted)
                 index, within = cursor.index, wanted - cursor.begin
             found = (again == 1) | (cursor.chunk < count)

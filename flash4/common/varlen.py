@@ -118,12 +118,14 @@ class Cursor:
         chunk_begin: number of that chunk's first tile among all.
         index: sequence of the worker's last tile.
         begin: number of that sequence's first tile among all.
+        end: number of the first tile behind it.
     """
 
     chunk: object
     chunk_begin: object
     index: object
     begin: object
+    end: object
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,10 @@ class VarlenSchedule:
         m_blocks = ceil_div(self.sequences.at(index).stored_q, self.blocks.tile_q)
         tiles = m_blocks * self.grid.groups * self.grid.heads_kv
         return choose(index < self.sequences.count, tiles, 0)
+
+    def total(self):
+        """Host only: number of all tiles."""
+        return sum(self.tiles_at(i) for i in range(self.sequences.count))
 
     def keys_at(self, index):
         """Keys of a sequence: the longer, the longer do its tiles take."""

@@ -12,7 +12,7 @@ import numpy as np
 from flash4.common.dsl import plain
 from flash4.common.graph import WARP, Ring
 from flash4.common.handout import NOTHING, GivenTiles, ToldTiles, find
-from flash4.common.varlen import Entry, VarlenSchedule
+from flash4.common.varlen import Entry
 from flash4.sim.barriers import Barrier
 from flash4.sim.machine import Machine
 from flash4.sim.memory import ADD, Region, Space
@@ -45,11 +45,6 @@ class HostWarp:
     def value_of(self, values, lane):
         """Value of a lane."""
         return int(values[lane % WARP])
-
-
-def total_of(schedule: VarlenSchedule) -> int:
-    """Number of all tiles."""
-    return sum(schedule.tiles_at(i) for i in range(schedule.sequences.count))
 
 
 def shared_out(total: int, workers: int, seed: int) -> list[list[int]]:

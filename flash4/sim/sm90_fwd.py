@@ -18,7 +18,7 @@ from flash4.common.tiles import Grid, TileSchedule
 from flash4.common.varlen import Sequences, VarlenSchedule
 from flash4.problem import CallOptions, positive_scale
 from flash4.sim.barriers import NamedBarrier
-from flash4.sim.handout import HostGivenTiles, HostSlots, HostToldTiles, shared_out, total_of
+from flash4.sim.handout import HostGivenTiles, HostSlots, HostToldTiles, shared_out
 from flash4.sim.limits import check_graph
 from flash4.sim.machine import Machine
 from flash4.sim.memory import Fragment, Region, Space
@@ -406,7 +406,7 @@ def forward_machines(config, tensors, options, workers, seed, variation=None):
         lengths = (None if x is None else [int(n) for n in x] for x in options.lengths)
         sequences = Sequences(options.batch(q), seqlen_q, seqlen_k, *lengths)
         schedules = [VarlenSchedule(blocks, grid, sequences, 1 + 97 * (seed % 9))] * workers
-        numbers = shared_out(total_of(schedules[0]), workers, seed)
+        numbers = shared_out(schedules[0].total(), workers, seed)
     else:
         rows = (seqlen_q, seqlen_k)
         schedules = [
@@ -464,7 +464,7 @@ def _tiles_of_roles(machine: Machine, call: Call, numbers, memory: Space):
     config, schedule, graph = call.config, call.tiles, call.config.graph
     threads = WARPGROUP * config.mma_warpgroups
     if config.varlen:
-        at, total = graph.addresses()["tiles"], total_of(schedule)
+        at, total = graph.addresses()["tiles"], schedule.total()
         slots = HostSlots(machine, graph.ring("tiles"), memory, at, numbers, total)
 
         def of_role(mine, wait_stores):

@@ -327,7 +327,7 @@ class ForwardSm90:
         slots = None
         if cutlass.const_expr(c.varlen):
             slots = self._open_tiles(smem, pointers, run_time.next_tile, (worker, workers, lane))
-            slots.open(thread)
+            slots.open(thread, self.graph.ring("tiles").consumer_arrivals)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if cutlass.const_expr(c.cluster > 1):
@@ -417,7 +417,7 @@ class ForwardSm90:
         )
         full, empty = (smem.allocate_array(cutlass.Int64, ring.stages) for _ in range(2))
         worker, workers, lane = place
-        return TileSlots(ring, words, full, empty, next_tile, worker, workers, lane % WARP)
+        return TileSlots(words, full, empty, next_tile, worker, workers, lane % WARP)
 
     def _load_ops(self, operands, run_time, tiles, smem_tensors, rank):
         """Verbs of the ``load`` role."""

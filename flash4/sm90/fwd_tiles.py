@@ -6,16 +6,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from flash4.common.graph import WARP, Ring
+from flash4.common.graph import WARP
 from flash4.common.handout import NOTHING, find
 from flash4.common.varlen import Entry
+from flash4.sm90.fwd_config import TILE_SLOTS
 
 ENTRY = tuple(field.name for field in fields(Entry))
 LANES_AT_A_TIME = 4  # more take more registers
-KIND, MARK = (
-    ENTRY.index("kind"),
-    len(ENTRY),
-)  # word of a slot that says whether its tile must be worked on again
+KIND = ENTRY.index("kind")
+MARK = len(ENTRY)  # word of a slot that says whether its tile must be worked on again
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,7 @@ class Warp:
 class TileSlots:
     """The ring of tiles: slots, their barriers, and the counter that tells a CTA's next tile."""
 
-    ring: Ring
-    words: cute.Tensor  # (TILE_WORDS, slots) int32 in shared memory
+    words: cute.Tensor  # (TILE_WORDS, TILE_SLOTS) int32 in shared memory
     full: cute.Pointer
     empty: cute.Pointer
     counter: cute.Tensor  # (1,) int32 in global memory: tiles given out beyond every worker's first
@@ -73,7 +71,7 @@ class TileSlots:
     @property
     def count(self):
         """Slots."""
-        return self.ring.stages
+        return TILE_SLOTS
 
     @property
     def zero(self):
@@ -81,12 +79,12 @@ class TileSlots:
         return Int32(0)
 
     @cute.jit
-    def open(self, thread):
-        """Set up barriers and words; by all threads, before they meet."""
+    def open(self, thread, arrivals: cutlass.Constexpr):
+        """Set up words, and barriers with so many arrivals that empty a slot; by all threads, before they meet."""
         words = self.words
         if thread < self.count:
             cute.arch.mbarrier_init(self.full + thread, 1)
-            cute.arch.mbarrier_init(self.empty + thread, self.ring.consumer_arrivals)
+            cute.arch.mbarrier_init(self.empty + thread, arrivals)
         if thread < cute.size(words):  # any numbers are safe that are not negative
             words[thread] = 0
 

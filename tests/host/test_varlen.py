@@ -17,7 +17,7 @@ from flash4.common.tiles import Grid
 from flash4.common.varlen import CHUNK, Cursor, Sequences, VarlenSchedule
 from flash4.dispatch import SEQUENCE_SECTION_BYTES
 from flash4.interface import options_of
-from flash4.sim.handout import HostWarp, shared_out, total_of
+from flash4.sim.handout import HostWarp, shared_out
 from flash4.sim.sm90_fwd import simulate_forward
 from tests.host.test_dispatch import stand_in_gpu
 
@@ -95,16 +95,14 @@ def schedules(draw):
     return VarlenSchedule(blocks, grid, draw(sequences(longest=300, most=40)), section)
 
 
-def start_of(schedule):
-    """A worker that has not looked at any sequence."""
-    return Cursor(0, 0, schedule.sequences.count, 0)
+START = Cursor(0, 0, 0, 0, 0)
 
 
 def entries_of(schedule):
     """All tiles, in order."""
-    found, cursor = [], start_of(schedule)
-    for wanted in range(total_of(schedule)):
-        if wanted >= cursor.begin + schedule.tiles_at(cursor.index):
+    found, cursor = [], START
+    for wanted in range(schedule.total()):
+        if wanted >= cursor.end:
             cursor = plain(find)(schedule, HostWarp(), cursor, wanted)
         found.append(schedule.at(cursor.index, wanted - cursor.begin, TILE, 0))
     return found
@@ -134,14 +132,14 @@ def test_every_tile_has_one_number(schedule):
 @settings(max_examples=40)
 @given(schedules(), st.data())
 def test_what_a_worker_finds_does_not_depend_on_what_it_had_before(schedule, data):
-    total = total_of(schedule)
+    total = schedule.total()
     wanted = data.draw(st.integers(0, total + 200))
     before = sorted(data.draw(st.lists(st.integers(0, wanted), max_size=4)))
-    cursor = start_of(schedule)
+    cursor = START
     for earlier in before:
         cursor = plain(find)(schedule, HostWarp(), cursor, earlier)
     cursor = plain(find)(schedule, HostWarp(), cursor, wanted)
-    direct = plain(find)(schedule, HostWarp(), start_of(schedule), wanted)
+    direct = plain(find)(schedule, HostWarp(), START, wanted)
     assert (cursor.chunk < schedule.sequences.count) == (wanted < total)
     if wanted < total:
         assert cursor == direct
