@@ -27,14 +27,13 @@ def find(tiles, warp, cursor, wanted):
         wanted: number of a tile among all.
     """
     count, chunk, chunk_begin = tiles.sequences.count, cursor.chunk, cursor.chunk_begin
-    looking = chunk < count
-    while looking:
-        size = warp.sum(warp.each(tiles.tiles_at, chunk))
-        looking = chunk_begin + size <= wanted
-        chunk_begin = chunk_begin + choose(looking, size, 0)
-        chunk = chunk + choose(looking, CHUNK, 0)
-        looking = looking & (chunk < count)
     sizes = warp.each(tiles.tiles_at, chunk)
+    size = warp.sum(sizes)
+    while (chunk_begin + size <= wanted) & (chunk < count):
+        chunk_begin = chunk_begin + size
+        chunk = chunk + CHUNK
+        sizes = warp.each(tiles.tiles_at, chunk)
+        size = warp.sum(sizes)
     begins = chunk_begin + warp.sum_before(sizes, warp.each(tiles.keys_at, chunk))
     lane = warp.which((begins <= wanted) & (wanted < begins + sizes))
     begin, size = warp.value_of(begins, lane), warp.value_of(sizes, lane)
