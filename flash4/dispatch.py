@@ -27,6 +27,9 @@ HBM_BYTES, CALL_FLOPS = 4.2e12, 7e14  # of an H200, per second; a rough guess wi
 HBM_WEIGHT = (
     0.2  # time that a call loses per share of HBM's bandwidth that it takes: power, above all
 )
+SEQUENCE_SECTION_BYTES = (
+    16 << 20
+)  # the same where tiles are handed out one by one, which loses no balance
 MIN_SECTION = 3  # fewer heads at a time, and too many workers read the same lines of L2
 MAX_TILES = 2**31 - 1  # tile numbers are int32 in the kernel
 MODELLED_TILES = 16_384  # beyond that the last wave does not matter
@@ -44,7 +47,7 @@ class Plan:
         arch: target architecture, such as ``"sm_90a"``.
         config: compile-time configuration, the key of the kernel cache.
         grid: extent of the work in tiles.
-        section: heads that run together, so that their K and V stay in L2.
+        section: heads that run together, so that their K and V stay in L2; of sequences of different lengths, keys.
         reasons: why this kernel and this configuration.
         rejected: (name, reason) of the kernels that were not taken.
         copies: what is copied before the launch, and why.
@@ -66,7 +69,7 @@ class Plan:
         p, blocks = self.problem, self.config.blocks(left, right)
         if p.varlen:
             raise ValueError(
-                "lengths of sequences are known on the GPU only: tiles are shared out there"
+                "lengths of sequences are known on the GPU only: tiles are handed out there"
             )
         workers = min(workers_of(multiprocessors, self.config.ctas), self.grid.total)
         return TileSchedule(blocks, self.grid, self.section, 0, workers, p.seqlen_q, p.seqlen_k)
@@ -76,7 +79,7 @@ class Plan:
         lines = [
             f"{self.name} for {self.arch}: {_summary(p)}",
             f"  {self.config}",
-            f"  about {self.grid.total} tiles of {self.config.tile_q} queries, shared out by cost on the GPU"
+            f"  about {self.grid.total} tiles of {self.config.tile_q} queries, handed out one by one"
             if p.varlen
             else f"  {self.grid.total} tiles of {self.config.tile_q} queries, {self.section} heads per section",
         ]
@@ -308,9 +311,13 @@ def choose_section(problem: AttentionProblem, config, grid: Grid, workers: int) 
     Without a mask all tiles cost the same, and a section of about one wave reads every K and V once. So it is with a
     window that limits the left side. Without that, one that limits the right side is taken for a causal mask: its size
     is known at run time only.
+
+    Sequences of different lengths get the number of keys, of one head or of several together, that a section has.
     """
+    if problem.varlen:
+        return SEQUENCE_SECTION_BYTES // (2 * (problem.head_dim + problem.head_dim_v))
     workers = workers_of(workers, config.ctas)
-    if grid.total <= workers or problem.varlen:  # those of different lengths know no sections
+    if grid.total <= workers:
         return grid.head_count
     if problem.window_left or not (problem.causal or problem.window_right):
         return min(grid.head_count, max(MIN_SECTION, -(-workers // grid.m_blocks)))

@@ -492,7 +492,8 @@ def redone_tiles(q, k, v, **keywords) -> Redone:
     """Run a call and count the tiles of its output that were worked on twice, by a kernel compiled for that.
 
     Where the plan says that blocks without a mask keep a fixed softmax shift, a tile with a row that outgrows it is
-    worked on again, and so may be others of the same worker, since marks are few. All other kernels never do.
+    worked on again, and so may be others of the same worker, since marks are few (not with sequences of different
+    lengths). All other kernels never do.
     The call waits for the GPU, and its result is dropped: this is to find out why inputs are slow.
 
     Args:

@@ -20,7 +20,8 @@ from flash4.problem import LENGTHS, AttentionProblem, CallOptions, check_call, p
 
 ALIGNMENT = 16  # bytes; of addresses and strides that TMA takes
 MAX_LAUNCHES = 8_192
-REDONE = "redone"  # name of the counter among a kernel's optional tensors
+REDONE = "redone"  # names of counters among a kernel's optional tensors
+NEXT_TILE = "next_tile"
 LOG2E = math.log2(math.e)
 
 
@@ -216,8 +217,12 @@ def _run(launch: Launch, tensors, options: CallOptions, redone=None):
     if options.cu_seqlens_k is not None or options.seqused_k is not None:
         v = whole_rows(v)
     tensors = (addressable(q), addressable(k), addressable(v), addressable_out(out), lse)
+    # The counter that hands tiles out is of this call alone: others may run at the same time, on other streams.
+    counters = {REDONE: redone}
+    if NEXT_TILE in launch.tensors:
+        counters[NEXT_TILE] = lse.new_zeros(1, dtype=torch.int32)
     tensors += tuple(
-        redone if name == REDONE else _optional_tensor(name, options, batch)
+        counters[name] if name in counters else _optional_tensor(name, options, batch)
         for name in launch.tensors
     )
     numbers = _numbers(launch.numbers, options, scale)

@@ -39,24 +39,6 @@ def choose(condition, a, b):
     return cutlass.select_(condition, cutlass.Int32(a), cutlass.Int32(b))
 
 
-def wide(a):
-    """As a 64-bit integer inside a kernel."""
-    if isinstance(a, int):
-        return a
-    import cutlass
-
-    return cutlass.Int64(a)
-
-
-def narrow(a):
-    """As a 32-bit integer inside a kernel."""
-    if isinstance(a, int):
-        return a
-    import cutlass
-
-    return cutlass.Int32(a)
-
-
 def ceil_div(a, b):
     """``a / b`` rounded up, for ``a >= 0`` and ``b > 0``."""
     return (a + b - 1) // b

@@ -57,16 +57,17 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Ring:
-    """A ring of shared-memory slots, filled by TMA and released by the warps that read it.
+    """A ring of shared-memory slots, filled by TMA or by a warp and released by the warps that read it.
 
     Attributes:
         name: name of the ring and of its buffer.
         producer: role that fills it.
         consumer: role that reads it.
         stages: slots.
-        stage_bytes: bytes that one fill delivers (the transaction count of its barrier).
+        stage_bytes: bytes that one fill delivers (of TMA the transaction count of its barrier).
         ctas: CTAs of a cluster that fill a slot in all of them at once, each with its part; their consumers together
             free it.
+        tma: filled by TMA.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Ring:
     stages: int
     stage_bytes: int
     ctas: int = 1
+    tma: bool = True
 
     @property
     def consumer_arrivals(self) -> int:
@@ -144,7 +146,8 @@ class PipelineGraph:
         lines = []
         for ring in self.rings:
             shared = f" of {ring.ctas} CTAs" if ring.ctas > 1 else ""
-            edge = f"{ring.name} x{ring.stages} tma->warps{shared}"
+            filler = "tma" if ring.tma else "warp"
+            edge = f"{ring.name} x{ring.stages} {filler}->warps{shared}"
             lines.append(f"{ring.producer.name} --[{edge}]--> {ring.consumer.name}")
         return "\n".join(lines)
 

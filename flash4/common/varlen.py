@@ -1,17 +1,15 @@
-"""Sequences of different lengths, and the order in which a persistent grid visits their tiles (dual-mode, see
-``geometry``).
+"""Sequences of different lengths, and the order of their tiles (dual-mode, see ``geometry``).
 
-Lengths are known on the GPU only, so that every worker finds its share there: tiles stand in a row, each with an
-estimated cost, and worker w of W takes those that begin in [w, w + 1) / W of the total. No worker has more than its
-part of the total and one tile.
+Lengths are known on the GPU only; ``handout`` shares the tiles out there.
 """
 
 from dataclasses import dataclass
 
-from flash4.common.geometry import KvBlocks, ceil_div, choose, imax, imin, narrow, wide
+from flash4.common.geometry import KvBlocks, ceil_div, choose, imax, imin
 from flash4.common.tiles import Grid, Place
 
-TILE_COST = 1  # of a tile's prologue and store, in blocks
+CHUNK = 32  # sequences that are sorted: one for each lane of a warp
+SECTION_HEADS = 3  # fewer heads at a time, and too many workers read the same lines of L2
 
 
 @dataclass(frozen=True)
@@ -111,150 +109,165 @@ def _span(cu_seqlens, batch, rows):
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one worker takes of all tiles: from one place on, before another.
+class Cursor:
+    """How far a worker has looked through the sequences; numbers of tiles only grow.
 
     Attributes:
-        sequence: of its first tile.
-        within: number of its first tile in that sequence.
-        end_sequence: of the first tile that is not its own.
-        end_within: number of that tile in its sequence.
+        chunk: first sequence of the chunk that the worker's last tile is in; ``Sequences.count`` or more when no tile
+            is left.
+        chunk_begin: number of that chunk's first tile among all.
+        index: sequence of the worker's last tile.
+        begin: number of that sequence's first tile among all.
+        end: number of the first tile behind it.
     """
 
-    sequence: object
-    within: object
-    end_sequence: object
-    end_within: object
+    chunk: object
+    chunk_begin: object
+    index: object
+    begin: object
+    end: object
 
 
 @dataclass(frozen=True)
 class VarlenTile:
-    """One unit of work; names as in ``tiles.Tile``, ``tiles.Place`` and ``Sequence``.
+    """One unit of work; names as in ``tiles.Tile``.
 
     Attributes:
-        index: number of its sequence.
-        within: number of the tile in its sequence.
-        place: where it lies, or None where that is decoded anew when it is asked for.
+        number: of the worker's tiles, counted from 0.
+        again: 1 if the tile is worked on for the second time.
+        cursor: of the role that finds tiles; None in those that are told, as the next.
+        idle: slots of the ring of tiles that were looked at since its last tile.
     """
 
     valid: object
-    index: object
-    within: object
+    number: object
+    again: object
     m_block: object
     n_blocks: object
     first_block: object
     seqlen_q: object
     seqlen_k: object
-    place: object
+    cursor: object = None
+    idle: object = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """All that roles need to know of a tile, as it stands in a slot of the ring of tiles, a word for each.
+
+    Attributes:
+        kind: ``handout.TILE``, ``NOTHING`` or ``END``.
+        index: number of its sequence.
+        within: number of the tile in its sequence.
+        again: as in ``VarlenTile``, like those that follow.
+        group: as in ``tiles.Place``, like those that follow.
+    """
+
+    kind: object
+    index: object
+    within: object
+    again: object
+    m_block: object
+    n_blocks: object
+    first_block: object
+    seqlen_q: object
+    seqlen_k: object
+    group: object
+    head_kv: object
+    batch: object
+    row_q: object
+    row_k: object
+    stored_q: object
 
 
 @dataclass(frozen=True)
 class VarlenSchedule:
-    """The tiles of one worker, in order.
+    """All tiles of a call in one order, in which ``handout`` gives them to whoever is free.
 
-    Tiles of one sequence stand head by head; where queries see different numbers of keys, long and short tiles of a
-    head alternate, so that any part of them costs about what their mean says. A sequence without rows has one tile,
-    which stores nothing.
+    Sequences come in chunks of ``CHUNK`` as they are given, within a chunk from the longest to the shortest. The heads
+    of each are cut into sections; where queries see different numbers of keys, a section's tiles run from the longest
+    to the shortest, over all its heads. So few K and V are live at a time, and what comes last is short.
 
     Attributes:
         blocks: visiting rule of KV blocks; static but for the sides of a window.
         grid: groups and KV heads; the rest is not used.
         sequences: of the call.
-        share: of this worker; None while it is not known.
-        keeps_place: a tile keeps its place, which costs registers; otherwise ``place`` decodes it, which costs time.
+        section: keys of one KV head, or of several together, that may be live at a time.
     """
 
     blocks: KvBlocks
     grid: Grid
     sequences: Sequences
-    share: object = None
-    keeps_place: bool = True
+    section: object
 
-    def lengths(self, tile):
-        """(queries, keys) in use of a tile's sequence."""
-        return tile.seqlen_q, tile.seqlen_k
+    def tiles_at(self, index):
+        """Number of tiles of a sequence; 0 behind the last one."""
+        m_blocks = ceil_div(self.sequences.at(index).stored_q, self.blocks.tile_q)
+        tiles = m_blocks * self.grid.groups * self.grid.heads_kv
+        return choose(index < self.sequences.count, tiles, 0)
 
-    def place(self, tile) -> Place:
-        """Where a tile lies."""
-        if self.keeps_place:
-            return tile.place
-        return self._place(self.sequences.at(tile.index), tile.within)
+    def total(self):
+        """Host only: number of all tiles."""
+        return sum(self.tiles_at(i) for i in range(self.sequences.count))
 
-    def _place(self, sequence: Sequence, within) -> Place:
-        head = within // self._m_blocks(sequence)
-        head_kv = head // self.grid.groups
-        return Place(
-            group=head - head_kv * self.grid.groups,
-            head_kv=head_kv,
-            batch=sequence.batch,
-            batch_q=sequence.batch_q,
-            batch_k=sequence.batch_k,
-            row_q=sequence.row_q,
-            row_k=sequence.row_k,
-            stored_q=sequence.stored_q,
-        )
+    def keys_at(self, index):
+        """Keys of a sequence: the longer, the longer do its tiles take."""
+        return self.sequences.at(index).seqlen_k
 
-    def _m_blocks(self, sequence: Sequence):
-        return imax(ceil_div(sequence.stored_q, self.blocks.tile_q), 1)
+    def _heads_per_section(self, seqlen_k):
+        """KV heads of a section, as many in each of a sequence as can be."""
+        heads_kv = self.grid.heads_kv
+        if (
+            not self.blocks.ends_early
+        ):  # all tiles cost the same: about one wave is live, whatever comes next
+            return imax(SECTION_HEADS // self.grid.groups, 1)
+        most = imax(imin(self.section // imax(seqlen_k, 1), heads_kv), 1)
+        return ceil_div(heads_kv, ceil_div(heads_kv, most))
 
-    def _tiles_of(self, sequence: Sequence):
-        m_blocks = ceil_div(sequence.stored_q, self.blocks.tile_q)
-        return imax(m_blocks * self.grid.groups * self.grid.heads_kv, 1)
-
-    def _tile_cost(self, sequence: Sequence):
-        """Estimated mean cost of a sequence's tiles, in quarters of a block, rounded up."""
-        tile_q, lengths = self.blocks.tile_q, (sequence.seqlen_q, sequence.seqlen_k)
-        stored, used = (ceil_div(n, tile_q) for n in (sequence.stored_q, sequence.seqlen_q))
-        quarters = 4 * self.blocks.count(0, *lengths)
-        if self.blocks.ends_early or self.blocks.begins_late:
-            quarters = sum(self.blocks.count(used * i // 8, *lengths) for i in (1, 3, 5, 7))
-        if self.sequences.used_q is not None:  # tiles without queries in use visit one block
-            total = wide(used) * quarters + 4 * (stored - used)
-            quarters = narrow(ceil_div(total, imax(stored, 1)))
-        return quarters + 4 * TILE_COST
-
-    def cost(self, index):
-        """Estimated cost of a sequence."""
-        sequence = self.sequences.at(index)
-        return wide(self._tiles_of(sequence)) * self._tile_cost(sequence)
-
-    def tile_at(self, index, cost):
-        """(sequence, number of a tile) of the first tile that begins at or behind ``cost`` within sequence ``index``."""
-        within = narrow(ceil_div(cost, self._tile_cost(self.sequences.at(index))))
-        return self._carry_over(index, within)
-
-    def first(self):
-        """Return the worker's first tile."""
-        return self.at(self.share.sequence, self.share.within)
-
-    def next(self, tile):
-        """Return the worker's next tile."""
-        return self.at(*self._carry_over(tile.index, tile.within + 1))
-
-    def _carry_over(self, index, within):
-        """(sequence, number of a tile): the next sequence's first if this one has not as many."""
-        over = within >= self._tiles_of(self.sequences.at(index))
-        return choose(over, index + 1, index), choose(over, 0, within)
-
-    def at(self, index, within):
-        """Decode a place: a sequence, and a number of a tile in it."""
-        sequence, blocks, share = self.sequences.at(index), self.blocks, self.share
-        m_blocks = self._m_blocks(sequence)
-        m_block = within - within // m_blocks * m_blocks
-        if blocks.ends_early:
-            half = m_block // 2
-            m_block = choose(m_block - 2 * half > 0, half, m_blocks - 1 - half)
+    def at(self, index, within, kind, again) -> Entry:
+        """Decode a place: a sequence, and a number of a tile in it. Any numbers are safe to ask for."""
+        sequence, blocks, groups = self.sequences.at(index), self.blocks, self.grid.groups
         lengths = (sequence.seqlen_q, sequence.seqlen_k)
+        m_blocks = imax(ceil_div(sequence.stored_q, blocks.tile_q), 1)
+        heads = self._heads_per_section(sequence.seqlen_k) * groups
+        section = within // (heads * m_blocks)
+        rest = within - section * heads * m_blocks
+        first_head = section * heads
+        here = imax(imin(heads, groups * self.grid.heads_kv - first_head), 1)
+        m_block = rest // here
+        head = first_head + rest - m_block * here
+        head_kv = head // groups
+        if blocks.ends_early:
+            m_block = m_blocks - 1 - m_block
         has_queries = imin(imax(sequence.seqlen_q - m_block * blocks.tile_q, 0), 1)
-        return VarlenTile(
-            valid=(index < share.end_sequence)
-            | ((index == share.end_sequence) & (within < share.end_within)),
+        return Entry(
+            kind=kind,
             index=index,
             within=within,
+            again=again,
             m_block=m_block,
             n_blocks=imax(blocks.count(m_block, *lengths) * has_queries, 1),
             first_block=blocks.first(m_block, *lengths),
             seqlen_q=sequence.seqlen_q,
             seqlen_k=sequence.seqlen_k,
-            place=self._place(sequence, within) if self.keeps_place else None,
+            group=head - head_kv * groups,
+            head_kv=head_kv,
+            batch=sequence.batch,
+            row_q=sequence.row_q,
+            row_k=sequence.row_k,
+            stored_q=sequence.stored_q,
+        )
+
+    def place(self, entry: Entry) -> Place:
+        """Where a tile lies."""
+        packed_q, packed_k = self.sequences.cu_q is not None, self.sequences.cu_k is not None
+        return Place(
+            group=entry.group,
+            head_kv=entry.head_kv,
+            batch=entry.batch,
+            batch_q=0 if packed_q else entry.batch,
+            batch_k=0 if packed_k else entry.batch,
+            row_q=entry.row_q if packed_q else 0,
+            row_k=entry.row_k if packed_k else 0,
+            stored_q=entry.stored_q,
         )

@@ -22,12 +22,12 @@ from flash4.common.numerics import (
     TANH_NEAR_END,
     usual_factors,
 )
-from flash4.common.shares import shares_of
 from flash4.common.tiles import Grid, TileSchedule
 from flash4.common.varlen import Sequences, VarlenSchedule
 from flash4.problem import CallOptions, positive_scale
 from flash4.sim.barriers import NamedBarrier
 from flash4.sim.cluster import Cluster, Cta
+from flash4.sim.handout import HostGivenTiles, HostSlots, HostToldTiles, shared_out
 from flash4.sim.limits import check_graph
 from flash4.sim.machine import Machine
 from flash4.sim.memory import Fragment, Region, Space
@@ -146,11 +146,9 @@ class Marks:
 class Tiles:
     """One role's way through a worker's tiles, and through those marked again; all meet at ``barrier`` in between."""
 
-    def __init__(
-        self, schedule: TileSchedule, barrier: NamedBarrier | None, warps: int, marks: Marks
-    ):
+    def __init__(self, schedule: TileSchedule, barrier, warps: int, marks: Marks, before_again):
         self._schedule, self._barrier, self._warps, self._marks = schedule, barrier, warps, marks
-        self.before_again = lambda: None  # what is stored again must be stored last
+        self.before_again = before_again  # what is stored again must be stored last
 
     def first(self):
         """Return the worker's first tile."""
@@ -241,11 +239,10 @@ class MmaOps:
     Those of one CTA share the barrier ``q_read``; ``name`` is that of the task.
     """
 
-    def __init__(
-        self, machine: Machine, call: Call, tiles: Tiles, group: int, name: str, o: Region, q_read
-    ):
+    worker_tiles = None  # of the role; known when its verbs are
+
+    def __init__(self, machine: Machine, call: Call, group: int, name: str, o: Region, q_read):
         self._machine, self._call, self._config, self._group = machine, call, call.config, group
-        self._tiles, tiles.before_again = tiles, self.wait_store
         self._name = name
         self._rows = range(group * MMA_ROWS, (group + 1) * MMA_ROWS)
         first = group % call.config.mma_warpgroups * MMA_ROWS
@@ -266,7 +263,7 @@ class MmaOps:
     def phases(self, tile):
         """Blocks after this warpgroup's first, which is always masked; see ``ForwardConfig.phases``."""
         if self._config.foresees:
-            again = max(tile.again, self._tiles.after_outgrown(tile, self._group))
+            again = max(tile.again, self.worker_tiles.after_outgrown(tile, self._group))
             tile = replace(tile, again=again)
         return self._config.phases(tile, self._group, self._call.tiles)
 
@@ -330,7 +327,7 @@ class MmaOps:
         limit = (self._shift + c.growth_log2(tile)) / scale
         self._limit = np.where(move, limit, self._limit)
         if phase.unfixed and move.any():
-            self._tiles.note_outgrown(tile, self._group)
+            self.worker_tiles.note_outgrown(tile, self._group)
         self._correction = np.where(move, np.exp2(old - finite), 1)
         shift = finite if phase.masked or c.may_hide_any else self._shift
         s[:] = np.exp2(s if shifted else s * scale - shift[:, None])
@@ -401,7 +398,7 @@ class MmaOps:
         if call.config.counts and tile.again and self._group == 0:
             call.redone[0] += 1
         if call.config.fixed_shift:
-            self._mark(tile, exists)
+            self._mark(tile, exists & ~unused)
         o = round_to_16_bit(o, self._config.bf16)
         for part in range(self._config.o_parts):
             self._q_read.sync() if self.o_borrows_q else self.wait_store()
@@ -411,11 +408,11 @@ class MmaOps:
         """Have a tile worked on again that has a row which cannot be trusted."""
         trusted = self._total[exists] <= 2.0**TRUSTED_LOG2
         if tile.again == 0 and not trusted.all():
-            self._tiles.mark(tile, 1)
-            self._tiles.note_outgrown(tile, self._group)
+            self.worker_tiles.mark(tile, 1)
+            self.worker_tiles.note_outgrown(tile, self._group)
         finite = np.isfinite(self._o.values[exists]).all(1)
         if tile.again < PASSES and not finite[trusted | (tile.again > 0)].all():
-            self._tiles.mark(tile, PASSES)
+            self.worker_tiles.mark(tile, PASSES)
 
     def _store_part(self, o, exists, places, part):
         width = self._sO.shape[1]
@@ -502,11 +499,12 @@ def forward_machines(config, tensors, options, workers, seed, variation=None):
     sides = (side if side >= 0 else None for side in (options.window_left, options.window_right))
     blocks = config.blocks(*sides)
     check_graph(config.graph, SMEM_LIMIT)
+    numbers = [()] * workers
     if config.varlen:
         lengths = (None if x is None else [int(n) for n in x] for x in options.lengths)
         sequences = Sequences(options.batch(q), seqlen_q, seqlen_k, *lengths)
-        shared = VarlenSchedule(blocks, grid, sequences)
-        schedules = [replace(shared, share=share) for share in shares_of(shared, workers)]
+        schedules = [VarlenSchedule(blocks, grid, sequences, 1 + 97 * (seed % 9))] * workers
+        numbers = shared_out(schedules[0].total(), workers, seed)
     else:
         rows = (seqlen_q, seqlen_k)
         schedules = [
@@ -515,14 +513,18 @@ def forward_machines(config, tensors, options, workers, seed, variation=None):
     for worker, tiles in enumerate(schedules):
         call = Call(config, q, k, v, out, lse, options, tiles, redone)
         machine = Machine(seed + worker, variation.strict)
-        _fill_worker(machine, call, variation)
+        _fill_worker(machine, call, variation, numbers[worker])
         yield machine, call
 
 
-def _fill_worker(machine: Machine, call: Call, variation: Variation):
-    """One CTA, or those of a cluster that share rings and meet before the first of them ends."""
+def _fill_worker(machine: Machine, call: Call, variation: Variation, numbers):
+    """One CTA, which gets the tiles with these ``numbers``, or those of a cluster.
+
+    They share rings, and meet before the first of them ends.
+    """
     if call.config.cluster == 1:
-        _fill_cta(machine, call, variation, None, _make_rings(Space(machine), call.config))
+        rings = _make_rings(Space(machine), call.config)
+        _fill_cta(machine, call, variation, None, rings, numbers)
         return
     cluster = Cluster(machine, call.config.cluster, "start" in variation.meets)
     rings = [_make_rings(cta.smem, call.config, variation.shared) for cta in cluster.ctas]
@@ -531,7 +533,7 @@ def _fill_worker(machine: Machine, call: Call, variation: Variation):
             if ring.spec.ctas > 1:
                 ring.connect(connected)
     for cta, mine in zip(cluster.ctas, rings, strict=True):
-        _fill_cta(machine, call, variation, cta, mine)
+        _fill_cta(machine, call, variation, cta, mine, numbers)
     if "end" in variation.meets:
         everyone = cluster.barrier("cluster", len(machine.tasks))
         for task in machine.tasks:
@@ -548,6 +550,8 @@ def _make_rings(memory: Space, config: ForwardConfig, shared: type = SharedRing)
     }
     made = []
     for spec in config.graph.rings:
+        if not spec.tma:
+            continue
         kind, readers = shared if spec.ctas > 1 else Ring, config.mma_warpgroups * spec.ctas
         at, shape = bases[spec.name], shapes[spec.name]
         made.append(kind(memory.machine, spec, readers, memory, at, shape))
@@ -555,7 +559,7 @@ def _make_rings(memory: Space, config: ForwardConfig, shared: type = SharedRing)
 
 
 def _fill_cta(
-    machine: Machine, call: Call, variation: Variation, cta: Cta | None, rings: list[Ring]
+    machine: Machine, call: Call, variation: Variation, cta: Cta | None, rings: list[Ring], numbers
 ):
     """Barriers and roles of one CTA, by the config's graph."""
     config, schedule = call.config, variation.roles()
@@ -582,12 +586,9 @@ def _fill_cta(
     def ends(role):
         return [End(ring, variation.miscounts.get((role, ring.spec.name), 0)) for ring in rings]
 
-    barrier, marks = None, Marks()
-    if config.fixed_shift:
-        barrier = named(BARRIER_PASS, "pass", threads + WARP, WARP)
+    call, tiles_of = _tiles_of_roles(machine, call, numbers, memory, named)
     load, mma = plain(variation.roles.load), plain(variation.roles.mma)
-    tiles = Tiles(call.tiles, barrier, 1, marks)
-    spawn("load", load, schedule, LoadOps(call, rank), tiles, *ends("load"))
+    spawn("load", load, schedule, LoadOps(call, rank), tiles_of(WARP, None), *ends("load"))
     part = config.o_bytes // count
     for group in range(count):
         name = f"{prefix}mma[{group}]"
@@ -595,6 +596,27 @@ def _fill_cta(
         at = bases["o"] + group * part
         shape = (MMA_ROWS, config.tile_dv // config.o_parts)
         o = Region(memory, f"{prefix}o[{group}]", at, at + part, shape)
-        tiles = Tiles(call.tiles, barrier, WARPGROUP // WARP, marks)
-        ops = MmaOps(machine, call, tiles, rank * count + group, name, o, q_read)
+        ops = MmaOps(machine, call, rank * count + group, name, o, q_read)
+        tiles = ops.worker_tiles = tiles_of(WARPGROUP, ops.wait_store)
         spawn(f"mma[{group}]", mma, schedule, ops, tiles, *ends("mma"), Turn(turns, group))
+
+
+def _tiles_of_roles(machine: Machine, call: Call, numbers, memory: Space, named):
+    """The call as verbs see it, and what makes the tiles of a role of its threads and of how it waits for stores."""
+    config, schedule, graph = call.config, call.tiles, call.config.graph
+    threads = WARPGROUP * config.mma_warpgroups
+    if config.varlen:
+        at, total = graph.addresses()["tiles"], schedule.total()
+        slots = HostSlots(machine, graph.ring("tiles"), memory, at, numbers, total)
+
+        def of_role(mine, wait_stores):
+            kind = HostGivenTiles if mine == WARP else HostToldTiles
+            return kind(schedule, slots.of_role(mine // WARP, wait_stores), config.fixed_shift)
+
+        return replace(call, tiles=of_role(WARPGROUP, None)), of_role
+    barrier, marks = None, Marks()
+    if config.fixed_shift:
+        barrier = named(BARRIER_PASS, "pass", threads + WARP, WARP)
+    return call, lambda mine, wait_stores: Tiles(
+        schedule, barrier, mine // WARP, marks, wait_stores or (lambda: None)
+    )

@@ -25,9 +25,9 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from flash4.common.graph import WARP, WARPGROUP
+from flash4.common.handout import GivenTiles, ToldTiles
 from flash4.common.mods import AUX, decode_aux
 from flash4.common.numerics import LOG2E, Cap, opaque
-from flash4.common.shares import find_share
 from flash4.common.tiles import Grid, TileSchedule, workers_of
 from flash4.common.varlen import Sequences, VarlenSchedule
 from flash4.sm90.fwd_config import (
@@ -36,10 +36,12 @@ from flash4.sm90.fwd_config import (
     OUTGROWN,
     SMEM_ALIGN,
     SMEM_LIMIT,
+    TILE_WORDS,
     ForwardConfig,
 )
 from flash4.sm90.fwd_ops import LoadOps, MmaOps, Operand, Tiles, Turn, element, make_row_state, meet
 from flash4.sm90.fwd_roles import ForwardRoles
+from flash4.sm90.fwd_tiles import TileSlots
 from flash4.sm90.fwd_views import (
     packed_view,
     permuted_view,
@@ -65,6 +67,7 @@ class RunTime:
     sink: object  # (H,), float32
     slopes: object  # (B, H), float32
     aux: object  # tuple of tensors that mods read
+    next_tile: object  # (1,) int32, zero at the launch
     redone: object  # (1,) int32
     sequences: object  # Sequences; None where all are as long as their tensors
     v_rows_of_entry: object  # rows from one batch entry of V to the next, Int32
@@ -126,6 +129,7 @@ class ForwardSm90:
             "cu_seqlens_k": vector(Int32, cute.sym_int()),
             "seqused_q": vector(Int32, cute.sym_int()),
             "seqused_k": vector(Int32, cute.sym_int()),
+            "next_tile": vector(Int32, 1),
             "redone": vector(Int32, 1),
         }
         optional |= {f"{AUX}{i}": self._fake_aux(*kind) for i, kind in enumerate(decode_aux(c.aux))}
@@ -209,6 +213,7 @@ class ForwardSm90:
             sink=optional.get("sink"),
             slopes=optional.get("alibi_slopes"),
             aux=self._aux(optional),
+            next_tile=optional.get("next_tile"),
             redone=optional.get("redone"),
             sequences=self._sequences(q, k, optional) if c.varlen else None,
             v_rows_of_entry=rows_of_entry(v) if c.v_is_ragged else None,
@@ -312,7 +317,7 @@ class ForwardSm90:
         pointers = self._allocate(smem)
         sQ, sK, sV, sO = self._smem_tensors(pointers)
         marks = None
-        if cutlass.const_expr(c.fixed_shift):
+        if cutlass.const_expr(c.fixed_shift and not c.varlen):
             marks = cute.make_tensor(
                 cute.recast_ptr(pointers["marks"], dtype=Int32), cute.make_layout(MARK_WORDS)
             )
@@ -323,20 +328,19 @@ class ForwardSm90:
         q_producer, q_consumer = self._open_ring(smem, "q", lane)
         k_producer, k_consumer = self._open_ring(smem, "k", lane)
         v_producer, v_consumer = self._open_ring(smem, "v", lane)
+        slots = None
+        if cutlass.const_expr(c.varlen):
+            slots = self._open_tiles(smem, pointers, run_time.next_tile, (worker, workers, lane))
+            slots.open(thread, self.graph.ring("tiles").consumer_arrivals)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         meet(c.cluster)
 
         blocks = c.blocks(run_time.left, run_time.right)
         if cutlass.const_expr(c.varlen):
-            tiles = VarlenSchedule(blocks, grid, run_time.sequences)
-            costs = cute.make_tensor(
-                cute.recast_ptr(pointers["k"], dtype=cutlass.Int64),
-                cute.make_layout(self.graph.threads),
-            )
-            share = find_share(tiles, costs, thread, self.graph.threads, worker, workers)
-            tiles = replace(tiles, share=share)
-            mma_tiles = replace(tiles, keeps_place=False)  # registers are scarce there
+            schedule = VarlenSchedule(blocks, grid, run_time.sequences, section)
+            tiles = GivenTiles(schedule, slots, c.fixed_shift)
+            mma_tiles = ToldTiles(schedule, slots, c.fixed_shift)
         else:
             schedule = TileSchedule(blocks, grid, section, worker, workers, *seqlens)
             tiles = mma_tiles = Tiles(c, schedule, marks)
@@ -392,6 +396,17 @@ class ForwardSm90:
         if self.config.cluster > ring.ctas:  # the pipeline would signal another CTA's barrier
             ring_ends = replace(ring_ends, is_signaling_thread=lane % WARP == 0)
         return ring_ends.make_participants()
+
+    def _open_tiles(self, smem, pointers, next_tile, place):
+        """Slots and barriers of the ring of tiles."""
+        ring = self.graph.ring("tiles")
+        words = cute.make_tensor(
+            cute.recast_ptr(pointers["tiles"], dtype=Int32),
+            cute.make_layout((TILE_WORDS, ring.stages)),
+        )
+        full, empty = (smem.allocate_array(cutlass.Int64, ring.stages) for _ in range(2))
+        worker, workers, lane = place
+        return TileSlots(words, full, empty, next_tile, worker, workers, lane % WARP)
 
     def _load_ops(self, operands, run_time, tiles, smem_tensors, rank):
         """Verbs of the ``load`` role."""

@@ -3,14 +3,13 @@
 from dataclasses import dataclass, replace
 
 from flash4.common.geometry import KvBlocks, Phase, ceil_div, choose, imax, imin
-from flash4.common.graph import WARPGROUP, Buffer, PipelineGraph, Ring, Role
+from flash4.common.graph import Buffer, PipelineGraph, Ring, Role
 from flash4.common.mods import AUX, decode_aux
 from flash4.common.tiles import grid_of
 
 SMEM_LIMIT = 232_448  # bytes of shared memory that one sm_90 CTA can have (227 KiB)
 SMEM_ALIGN = 1_024  # the 128-byte swizzle repeats every 1,024 bytes
 ELEMENT_BYTES = 2
-COST_BYTES = 8
 MMA_ROWS = 64  # rows of one warpgroup's WGMMA
 TILE_DIM_STEP = 16  # head dims are padded in shared memory to a multiple of this
 WIDE_TILE_DIM_STEP = 32  # those above 128 to a multiple of this
@@ -29,7 +28,9 @@ MAX_HEAD_DIM = 256
 SHARED_KEYS, CUT_SHARED_KEYS = 1_024, 4_096
 SHARED_TILES = 132  # fewest such tiles: two for each pair of an H100's multiprocessors
 LONG = 8_192  # keys from which on power decides at head dim 64
-# Registers per thread of ``mma`` and of ``load``, by warpgroups of ``mma``. Decoding tiles of sequences takes more.
+TILE_SLOTS = 4  # of the ring of tiles, where sequences differ in length
+TILE_WORDS = 17  # of a slot, 4 bytes each
+# Registers per thread of ``mma`` and of ``load``, by warpgroups of ``mma``. Finding tiles of sequences takes more.
 REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32), 4: (112, 24)}
 VARLEN_REGISTERS = {1: (256, 56), 2: (232, 40), 3: (152, 56), 4: (112, 32)}
 PACKS = (1, 2, 4, 8, 16, 32, 64)
@@ -127,13 +128,11 @@ class ForwardConfig:
             raise ValueError(f"pack is {self.pack}; supported are {PACKS}")
         if self.fixed_shift and not self.bf16:
             raise ValueError("fixed_shift needs bf16: P would leave the range of float16")
-        if self.fixed_shift and (self.varlen or self.may_hide_any):
-            raise ValueError(
-                "fixed_shift needs sequences of one length, and no mods: each row sees a masked key"
-            )
+        if self.fixed_shift and self.may_hide_any:
+            raise ValueError("fixed_shift needs no mods: each row sees a masked key")
         if self.cluster > 1 and (self.fixed_shift or self.varlen):
             raise ValueError(
-                "cluster needs sequences of one length, and no fixed_shift: marks and shares are of one CTA"
+                "cluster needs sequences of one length, and no fixed_shift: marks and tiles are of one CTA"
             )
         if self.counts and not self.fixed_shift:
             raise ValueError("counts needs fixed_shift: without it no tile is worked on again")
@@ -210,7 +209,7 @@ class ForwardConfig:
     @property
     def foresees(self) -> bool:
         """A tile after one that outgrew a fixed shift is worked on without, as it gets the same bits either way."""
-        return self.fixed_shift and not self.changes_scores
+        return self.fixed_shift and not (self.changes_scores or self.varlen)
 
     def growth_log2(self, tile):
         """How far P may grow before its row's shift moves: up to 2^8, which is far from the limits of float16.
@@ -252,6 +251,7 @@ class ForwardConfig:
             "cu_seqlens_k": self.cu_k,
             "seqused_q": self.used_q,
             "seqused_k": self.used_k,
+            "next_tile": self.varlen,
             "redone": self.counts,
         }
         aux = (f"{AUX}{i}" for i in range(len(decode_aux(self.aux))))
@@ -355,6 +355,7 @@ class ForwardConfig:
         load --[q x2 tma->warps]--> mma
         load --[k x2 tma->warps]--> mma
         load --[v x2 tma->warps]--> mma
+        load --[tiles x4 warp->warps]--> mma  (sequences of different lengths)
         """
         groups = self.mma_warpgroups
         mma_regs, load_regs = (VARLEN_REGISTERS if self.varlen else REGISTERS)[groups]
@@ -366,19 +367,17 @@ class ForwardConfig:
             Buffer("v", self.stages * self.v_bytes),
             Buffer("o", self.o_bytes, borrows="q" if self.o_borrows_q else None),
         ]
-        if self.fixed_shift:
+        rings = [
+            Ring("q", load, mma, self.q_stages, self.q_bytes),
+            Ring("k", load, mma, self.stages, self.k_bytes, self.cluster),
+            Ring("v", load, mma, self.stages, self.v_bytes, self.cluster),
+        ]
+        if self.varlen:
+            rings.append(Ring("tiles", load, mma, TILE_SLOTS, 4 * TILE_WORDS, tma=False))
+            buffers.append(Buffer("tiles", TILE_SLOTS * 4 * TILE_WORDS))
+        elif self.fixed_shift:
             buffers.append(Buffer("marks", MARKS_BYTES))
-        if self.varlen:  # one cost for each thread, before any role begins
-            buffers.append(Buffer("costs", COST_BYTES * (groups + 1) * WARPGROUP, borrows="k"))
-        return PipelineGraph(
-            roles=(load, mma),
-            rings=(
-                Ring("q", load, mma, self.q_stages, self.q_bytes),
-                Ring("k", load, mma, self.stages, self.k_bytes, self.cluster),
-                Ring("v", load, mma, self.stages, self.v_bytes, self.cluster),
-            ),
-            buffers=tuple(buffers),
-        )
+        return PipelineGraph(roles=(load, mma), rings=tuple(rings), buffers=tuple(buffers))
 
 
 def can_implement(problem) -> str | None:
@@ -427,7 +426,7 @@ def choose_shift(config: ForwardConfig) -> tuple[ForwardConfig, str]:
     """Fix the softmax shift where that is faster and the range of P allows it; and the reason."""
     if not config.bf16:
         return config, "the softmax shift follows the maximum: P would leave the range of float16"
-    if config.varlen or config.may_hide_any:
+    if config.may_hide_any:
         return config, "the softmax shift follows the maximum, as with all but plain masks"
     if config.alibi and not config.causal:
         return config, "the softmax shift follows the maximum: the first blocks are the farthest"
@@ -545,7 +544,7 @@ def _may_fix(problem) -> bool:
     mods = problem.score_mod or problem.mask_mod
     if problem.alibi and not problem.causal:  # the first blocks are the farthest
         return False
-    return problem.dtype == torch.bfloat16 and not (mods or problem.varlen)
+    return problem.dtype == torch.bfloat16 and not mods
 
 
 def choose_pack(problem, tile_m: int) -> tuple[int, str]:

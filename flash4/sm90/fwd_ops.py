@@ -418,8 +418,8 @@ class MmaOps:
     tOrO: cute.Tensor  # ((2, 2, tile_dv / 8), 1, 1), float32
     tOrP: cute.Tensor  # ((2, 2, 2), 1, tile_n / 16), 16 bit
     state: RowState
-    tiles: object  # TileSchedule or VarlenSchedule
-    worker_tiles: object  # Tiles, or the VarlenSchedule
+    tiles: object  # TileSchedule, or ToldTiles
+    worker_tiles: object  # Tiles, or ToldTiles
     cap: object  # numerics.Cap, or None
     scale: Float32  # factor of a score without a cap, signed; in log2 units unless the config is natural
     scale_log2: Float32  # factor of what softmax takes
@@ -628,7 +628,11 @@ class MmaOps:
         if cute.arch.vote_any_sync(outgrown(S, state)):
             move_shifts(S, state, scales_log2, self._growth_log2(tile))
             if cutlass.const_expr(unfixed):
-                self.worker_tiles.note_outgrown(tile, self.local_warpgroup)
+                self._note_outgrown(tile)
+
+    def _note_outgrown(self, tile):
+        if self.config.foresees:
+            self.worker_tiles.note_outgrown(tile, self.local_warpgroup)
 
     def _growth_log2(self, tile):
         return Float32(Int32(self.config.growth_log2(tile)))
@@ -721,10 +725,11 @@ class MmaOps:
             if (self.thread % 4 == 0) & exists:
                 mLSE[place.batch_q, head, place.row_q + query] = lse
             if cutlass.const_expr(c.fixed_shift):
-                if exists & (not (total <= 2.0**TRUSTED_LOG2)) & (tile.again == 0):
+                judged = exists & (not unused) if cutlass.const_expr(c.varlen) else exists
+                if judged & (not (total <= 2.0**TRUSTED_LOG2)) & (tile.again == 0):
                     self.worker_tiles.mark(tile, 1)
-                    self.worker_tiles.note_outgrown(tile, self.local_warpgroup)
-                elif exists & (not finite) & (tile.again < PASSES):
+                    self._note_outgrown(tile)
+                elif judged & (not finite) & (tile.again < PASSES):
                     self.worker_tiles.mark(tile, PASSES)
 
     @cute.jit

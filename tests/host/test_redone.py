@@ -1,21 +1,29 @@
 """The counter of tiles that are worked on twice: in the simulator, compiled, and through the public function."""
 
+import itertools
 import math
 import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 import flash4
+from flash4.interface import options_of
 from flash4.jit.compile import compile_kernel
 from flash4.jit.inspect import disassemble
-from flash4.problem import CallOptions
+from flash4.problem import LENGTHS, CallOptions
+from flash4.sim import sm90_fwd
+from flash4.sim.explore import explore
+from flash4.sim.handout import HostToldTiles
+from flash4.sim.machine import Hazard
 from flash4.sim.sm90_fwd import forward_machines
-from flash4.sm90.fwd_config import MARKS
+from flash4.sm90.fwd_config import MARKS, ForwardConfig
+from tests.checks import assert_forward_close
 from tests.host.test_dispatch import stand_in_gpu
 from tests.host.test_fwd90_roles import shipped
 
@@ -86,6 +94,94 @@ def test_marks_that_are_shared_work_on_more_than_those_that_outgrew():
     heads = MARKS + 3
     redone, tiles = counted(config, [(1, 3)], 64, 129, workers=1, heads=heads)
     assert (redone, tiles) == (2, heads)
+
+
+SEQUENCES = (600, 0, 250, 40)
+
+
+def outgrowing_sequences(rows):
+    """(q, k, v, keywords) of a call of ``SEQUENCES`` in which rows (head, row of packed q) outgrow their shift."""
+    cu = torch.tensor([0, *itertools.accumulate(SEQUENCES)], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(sum(SEQUENCES), 2, 64, generator=generator) / 2 for _ in range(3))
+    q[..., 0], k[..., 0], k[[0, 600, 850], :, 0] = 0.0, 0.0, 16.0  # the first keys
+    for head, row in rows:
+        q[row, head, 0] = 400 * math.log(2) / 0.1 / 16
+    keywords = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, softmax_scale=0.1, causal=True)
+    return (*(x.bfloat16() for x in (q, k, v)), keywords)
+
+
+@pytest.mark.parametrize(("workers", "seed"), [(1, 0), (2, 1), (5, 2)])
+@pytest.mark.parametrize(
+    ("rows", "redone"),
+    [
+        ([], 0),
+        ([(0, 599)], 1),
+        ([(0, 599), (0, 512), (1, 599), (1, 400)], 3),
+        (
+            [(h, i) for h in range(2) for i in range(890)],
+            8,
+        ),  # all but those with masked blocks alone
+    ],
+)
+def test_sequences_work_on_marked_tiles_again(rows, redone, workers, seed):
+    q, k, v, keywords = outgrowing_sequences(rows)
+    config = flash4.explain(q, k, v, **keywords).config.counted
+    options = options_of(q, k, v, **keywords)
+    arrays = [x.float().numpy() for x in (q, k, v)]
+    with np.errstate(over="ignore", invalid="ignore"):
+        for machine, call in forward_machines(config, arrays, options, workers, seed):
+            machine.run()
+            last = call
+    assert int(last.redone[0]) == redone
+    out, lse = torch.from_numpy(last.out[0]).bfloat16(), torch.from_numpy(last.lse[0])
+    assert_forward_close(out, lse, (q, k, v), **keywords)
+
+
+def test_every_order_of_tiles_that_are_worked_on_again():
+    """Two warpgroups, a ring of tiles that wraps, and a tile that is marked by one of them."""
+    config = ForwardConfig(True, 64, 64, 128, 16, False, fixed_shift=True, cu_q=True, cu_k=True)
+    q, k, v = (np.zeros((n, 1, 64), np.float32) for n in (70, 24, 24))
+    v[:], k[0, 0, 0], q[60, 0, 0] = 1.0, 16.0, 400 * math.log(2) / 0.1 / 16
+    lengths = (np.array([0, 0, n], np.int32) for n in (70, 24))
+    options = CallOptions(0.1)._replace(**dict(zip(LENGTHS, lengths)))
+    for machine, call in forward_machines(replace(config, counts=True), (q, k, v), options, 1, 0):
+        with np.errstate(over="ignore", invalid="ignore"):
+            machine.run()
+        assert call.redone[0] == 1
+        found = explore(machine)
+        assert found.steps > found.states > len(machine.tasks)
+
+
+class Hasty(HostToldTiles):
+    """Gives tiles back before it is done with them."""
+
+    def first(self):
+        tile = super().first()
+        self.slots.release(tile.number)
+        return tile
+
+    def next(self, tile):
+        tile = self._next(tile.number + 1)
+        self.slots.release(tile.number)
+        return tile
+
+
+class Forgetful(HostToldTiles):
+    """Never gives tiles back."""
+
+    def next(self, tile):
+        return self._next(tile.number + 1)
+
+
+@pytest.mark.parametrize(("kind", "story"), [(Hasty, "race on tiles"), (Forgetful, "waits for")])
+def test_tiles_that_are_given_back_wrongly_are_reported(kind, story):
+    rows = [(1, 599)]
+    q, k, v, keywords = outgrowing_sequences(rows)
+    config = flash4.explain(q, k, v, **keywords).config
+    arrays, options = [x.float().numpy() for x in (q, k, v)], options_of(q, k, v, **keywords)
+    with mock.patch.object(sm90_fwd, "HostToldTiles", kind), pytest.raises(Hazard, match=story):
+        sm90_fwd.simulate_forward(config, *arrays, options, workers=1)
 
 
 def test_only_a_kernel_that_is_asked_to_count_has_the_instruction_for_it():

@@ -1,19 +1,24 @@
-"""Sequences of different lengths: where they lie, that every tile has one owner, and that owners are equally busy."""
+"""Sequences of different lengths: where they lie, in which order their tiles come, and how they are handed out."""
 
-from dataclasses import replace
-from itertools import accumulate, product
+import heapq
+from itertools import accumulate, pairwise, product
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flash4
-from flash4.common.geometry import KvBlocks, ceil_div, choose, narrow, wide
-from flash4.common.shares import part_of, shares_of
+from flash4.common.dsl import plain
+from flash4.common.geometry import KvBlocks, ceil_div
+from flash4.common.handout import TILE, find
 from flash4.common.tiles import Grid
-from flash4.common.varlen import Sequences, VarlenSchedule
+from flash4.common.varlen import CHUNK, Cursor, Sequences, VarlenSchedule
+from flash4.dispatch import SEQUENCE_SECTION_BYTES
+from flash4.interface import options_of
+from flash4.sim.handout import HostWarp, shared_out
+from flash4.sim.sm90_fwd import simulate_forward
 from tests.host.test_dispatch import stand_in_gpu
 
 H200_WORKERS = 132
@@ -85,104 +90,147 @@ masks = st.sampled_from(
 @st.composite
 def schedules(draw):
     grid = Grid(0, draw(st.integers(1, 3)), draw(st.integers(1, 4)), 0)
-    blocks = KvBlocks(draw(st.sampled_from([1, 16, 128, 256])), 64, *draw(masks))
-    return VarlenSchedule(blocks, grid, draw(sequences(longest=700)))
+    blocks = KvBlocks(draw(st.sampled_from([16, 64, 128])), 64, *draw(masks))
+    section = draw(st.sampled_from([1, 300, 900, 10**6]))
+    return VarlenSchedule(blocks, grid, draw(sequences(longest=300, most=40)), section)
 
 
-def tiles_of(schedule, workers, threads=32):
-    """Tiles of each worker, in order."""
-    lists = []
-    for share in shares_of(schedule, workers, threads):
-        mine, found = replace(schedule, share=share), []
-        tile = mine.first()
-        while tile.valid:
-            found.append(tile)
-            tile = mine.next(tile)
-        lists.append(found)
-    return lists
+START = Cursor(0, 0, 0, 0, 0)
 
 
-@given(schedules(), st.integers(1, 150), st.sampled_from([1, 7, 32, 384]))
-def test_every_tile_has_one_owner(schedule, workers, threads):
-    visited = [tile for tiles in tiles_of(schedule, workers, threads) for tile in tiles]
-    found = [
-        (t.index, t.place.head_kv, t.place.group, t.m_block) for t in visited if t.place.stored_q
-    ]
-    assert len(found) == len(set(found)), "tiles are visited twice"
-    grid, every = schedule.grid, set()
-    for index in range(schedule.sequences.count):
-        m_blocks = ceil_div(schedule.sequences.at(index).stored_q, schedule.blocks.tile_q)
+def entries_of(schedule):
+    """All tiles, in order."""
+    found, cursor = [], START
+    for wanted in range(schedule.total()):
+        if wanted >= cursor.end:
+            cursor = plain(find)(schedule, HostWarp(), cursor, wanted)
+        found.append(schedule.at(cursor.index, wanted - cursor.begin, TILE, 0))
+    return found
+
+
+@settings(max_examples=40)
+@given(schedules())
+def test_every_tile_has_one_number(schedule):
+    sequences, grid, entries = schedule.sequences, schedule.grid, entries_of(schedule)
+    found = [(e.index, e.head_kv, e.group, e.m_block) for e in entries]
+    every = set()
+    for index in range(sequences.count):
+        m_blocks = ceil_div(sequences.at(index).stored_q, schedule.blocks.tile_q)
         every |= set(product([index], range(grid.heads_kv), range(grid.groups), range(m_blocks)))
-    assert set(found) == every
-    for t in visited:
-        x = schedule.sequences.at(t.index)
-        assert schedule.lengths(t) == (x.seqlen_q, x.seqlen_k)
-        lean = replace(schedule, keeps_place=False)
-        assert lean.place(replace(t, place=None)) == t.place
-        if t.m_block * schedule.blocks.tile_q < x.seqlen_q:
-            assert t.n_blocks == schedule.blocks.count(t.m_block, x.seqlen_q, x.seqlen_k)
-        else:
-            assert t.n_blocks == 1
+    assert len(found) == len(set(found)) and set(found) == every
+    for e in entries:
+        x, place = sequences.at(e.index), schedule.place(e)
+        assert (e.seqlen_q, e.seqlen_k) == (x.seqlen_q, x.seqlen_k)
+        assert (place.batch_q, place.batch_k) == (x.batch_q, x.batch_k)
+        assert (place.row_q, place.row_k, place.stored_q) == (x.row_q, x.row_k, x.stored_q)
+        in_use = e.m_block * schedule.blocks.tile_q < x.seqlen_q
+        assert e.n_blocks == (
+            schedule.blocks.count(e.m_block, x.seqlen_q, x.seqlen_k) if in_use else 1
+        )
 
 
-@given(schedules(), st.integers(1, 150))
-def test_no_worker_has_more_than_its_part_and_a_tile(schedule, workers):
-    """By the estimate that shares are cut by."""
-    costs = []
-    for tiles in tiles_of(schedule, workers):
-        costs.append(sum(schedule._tile_cost(schedule.sequences.at(t.index)) for t in tiles))
-    largest = max(
-        schedule._tile_cost(schedule.sequences.at(i)) for i in range(schedule.sequences.count)
-    )
-    assert max(costs) <= sum(costs) / workers + largest
+@settings(max_examples=40)
+@given(schedules(), st.data())
+def test_what_a_worker_finds_does_not_depend_on_what_it_had_before(schedule, data):
+    total = schedule.total()
+    wanted = data.draw(st.integers(0, total + 200))
+    before = sorted(data.draw(st.lists(st.integers(0, wanted), max_size=4)))
+    cursor = START
+    for earlier in before:
+        cursor = plain(find)(schedule, HostWarp(), cursor, earlier)
+    cursor = plain(find)(schedule, HostWarp(), cursor, wanted)
+    direct = plain(find)(schedule, HostWarp(), START, wanted)
+    assert (cursor.chunk < schedule.sequences.count) == (wanted < total)
+    if wanted < total:
+        assert cursor == direct
 
 
-def lengths_of(kind, rng):
-    """Lengths of sequences of one batch, 64k tokens or so."""
-    if kind == "one long, many short":
-        return [60_000] + [60] * 100
-    if kind == "many short, one long":
-        return [60] * 100 + [60_000]
-    if kind == "long and short in turn":
-        return [8192, 8] * 8
-    if kind == "equal":
-        return [4096] * 16
-    return np.exp(rng.uniform(np.log(8), np.log(16_000), 24)).astype(int).tolist()
+@settings(max_examples=40)
+@given(schedules())
+def test_the_longest_come_first(schedule):
+    """Sequences within a chunk, tiles within a section of heads."""
+    entries = entries_of(schedule)
+    for e, following in pairwise(entries):
+        if e.index != following.index:
+            chunks = e.index // CHUNK, following.index // CHUNK
+            assert (
+                chunks[0] < chunks[1] or chunks[0] == chunks[1] and e.seqlen_k >= following.seqlen_k
+            )
+        elif schedule.blocks.ends_early and following.m_block > e.m_block:
+            m_blocks = ceil_div(schedule.sequences.at(e.index).stored_q, schedule.blocks.tile_q)
+            assert (e.m_block, following.m_block) == (0, m_blocks - 1), (
+                "a section ends, another begins"
+            )
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=32, max_size=32))
+def test_lanes_add_up_what_comes_before_them(pairs):
+    values, keys = (np.array(x) for x in zip(*pairs, strict=True))
+    found = HostWarp().sum_before(values, keys)
+    for lane, key in enumerate(keys):
+        before = [v for i, v in enumerate(values) if keys[i] > key or keys[i] == key and i < lane]
+        assert found[lane] == sum(before)
+
+
+@given(st.integers(0, 60), st.integers(1, 9), st.integers(0, 99))
+def test_a_counter_gives_every_tile_to_one_worker(total, workers, seed):
+    lists = shared_out(total, workers, seed)
+    assert sorted(sum(lists, [])) == list(range(total)) and all(x == sorted(x) for x in lists)
+    assert all(x[:1] == ([i] if i < total else []) for i, x in enumerate(lists))
+
+
+TEN = (8192, 33, 4096, 517, 2048, 129, 3072, 1023, 2819, 256)
+LISTS = {
+    "ten": TEN,
+    "ten, the short ones first": tuple(reversed(TEN)),
+    "one long, many short": (60_000,) + (60,) * 100,
+    "many short, one long": (8,) * 16 + (8192,),
+    "long and short in turn": (8192, 8) * 8,
+    "equal": (4096,) * 16,
+}
 
 
 @pytest.mark.parametrize("mask", [(False, None, None), (True, None, None), (True, 1024, None)])
-@pytest.mark.parametrize(
-    "kind",
-    ["one long, many short", "many short, one long", "long and short in turn", "equal", "any"],
-)
-def test_lengths_that_differ_a_thousandfold_are_balanced(kind, mask):
-    """By what tiles really cost, their blocks and one; a window's short first tiles are not spread as evenly."""
-    lengths = lengths_of(kind, np.random.default_rng(0))
+@pytest.mark.parametrize("name", LISTS)
+def test_workers_are_equally_busy_and_few_keys_are_live(name, mask):
+    """Whoever is free takes the next tile, which takes its blocks and one; an H200 has 60 MB of L2."""
+    lengths = LISTS[name]
     cu = list(accumulate(lengths, initial=0))
-    schedule = VarlenSchedule(
-        KvBlocks(128, 128, *mask),
-        Grid(0, 1, 16, 0),
-        Sequences(len(lengths), cu[-1], cu[-1], cu, cu),
+    sequences = Sequences(len(lengths), cu[-1], cu[-1], cu, cu)
+    section = SEQUENCE_SECTION_BYTES // (4 * 128)
+    schedule = VarlenSchedule(KvBlocks(128, 128, *mask), Grid(0, 1, 16, 0), sequences, section)
+    free, runs = [(0, i) for i in range(H200_WORKERS)], []
+    for e in entries_of(schedule):
+        begin, worker = heapq.heappop(free)
+        heapq.heappush(free, (begin + e.n_blocks + 1, worker))
+        keys = min(e.seqlen_k, e.n_blocks * 128) if mask[1] else e.seqlen_k
+        runs.append((begin, begin + e.n_blocks + 1, (e.index, e.head_kv), keys))
+    end = max(time for time, _ in free)
+    mean = sum(b - a for a, b, *_ in runs) / H200_WORKERS
+    assert end <= 1.04 * mean, (end, mean)
+    sizes = []
+    for moment in np.linspace(0, end, 40, endpoint=False):
+        live = {head: keys for a, b, head, keys in runs if a <= moment < b}
+        sizes.append(512 * sum(live.values()))
+    assert np.mean(sizes) <= max(24 << 20, 4 * 512 * max(lengths))
+
+
+def test_every_way_to_hand_tiles_out_gives_the_same_bits():
+    rng = np.random.default_rng(0)
+    lengths = [70, 0, 130, 5]
+    cu = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
+    q, k, v = (
+        torch.from_numpy(rng.standard_normal((205, 2, 64), np.float32)).bfloat16() for _ in range(3)
     )
-    loads, largest = [], 0
-    for tiles in tiles_of(schedule, H200_WORKERS):
-        costs = [tile.n_blocks + 1 for tile in tiles]
-        loads.append(sum(costs))
-        largest = max(largest, *costs)
-    mean = sum(loads) / H200_WORKERS
-    slack = 1.1 if mask[1] else 1.0
-    assert max(loads) <= slack * mean + 1.5 * largest, (max(loads), mean, largest)
-
-
-@given(st.integers(1, 1000), st.integers(0, 5000))
-@example(384, 1)
-def test_parts_of_threads_cover_all_sequences(threads, count):
-    parts = [part_of(i, threads, count) for i in range(threads)]
-    assert [i for begin, end in parts for i in range(begin, end)] == list(range(count))
-
-
-def test_helpers_on_the_host():
-    assert (choose(True, 1, 2), choose(False, 1, 2), wide(2**40), narrow(7)) == (1, 2, 2**40, 7)
+    keywords = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True)
+    config, options = flash4.explain(q, k, v, **keywords).config, options_of(q, k, v, **keywords)
+    arrays = [x.float().numpy() for x in (q, k, v)]
+    results = [
+        simulate_forward(config, *arrays, options, workers, seed)
+        for workers, seed in ((1, 0), (2, 1), (3, 2), (3, 3))
+    ]
+    for out, lse in results[1:]:
+        assert (out == results[0][0]).all() and (lse == results[0][1]).all()
 
 
 @pytest.mark.parametrize("used", [True, False])

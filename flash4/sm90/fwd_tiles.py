@@ -1,0 +1,167 @@
+"""Verbs of ``common.handout``, in CuTe: the ring of tiles, and how a warp looks through sequences."""
+
+from dataclasses import dataclass, fields
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from flash4.common.graph import WARP
+from flash4.common.handout import NOTHING, find
+from flash4.common.varlen import Entry
+from flash4.sm90.fwd_config import PASSES, TILE_SLOTS
+
+ENTRY = tuple(field.name for field in fields(Entry))
+LANES_AT_A_TIME = 4  # more take more registers
+KIND = ENTRY.index("kind")
+MARK = len(
+    ENTRY
+)  # first word of a slot that says, for each later pass, whether its tile must be worked on there
+
+
+@dataclass(frozen=True)
+class Warp:
+    """Lanes that look at a sequence each."""
+
+    lane: Int32
+
+    def each(self, of, first):
+        """of(first) in the first lane, of(first + 1) in the next, ..."""
+        return of(first + self.lane)
+
+    def sum(self, values):
+        """Sum over all lanes."""
+        return cute.arch.warp_redux_sync(values, "add")
+
+    @cute.jit
+    def sum_before(self, values, keys):
+        """Sum over the lanes with a larger key, or with the same and a smaller number."""
+        total = Int32(0)
+        for first in range(0, WARP, LANES_AT_A_TIME):
+            for i in cutlass.range_constexpr(LANES_AT_A_TIME):
+                lane = first + i
+                value, key = (
+                    cute.arch.shuffle_sync(values, lane),
+                    cute.arch.shuffle_sync(keys, lane),
+                )
+                before = (key > keys) | ((key == keys) & (self.lane > lane))
+                total = total + cutlass.select_(before, value, Int32(0))
+        return total
+
+    def which(self, condition):
+        """The only lane with a condition; any from 0 to 32 if there is none."""
+        lanes = cute.arch.vote_ballot_sync(condition)
+        return Int32(cute.arch.popc(lanes - 1))
+
+    def value_of(self, values, lane):
+        """Value of a lane."""
+        return cute.arch.shuffle_sync(values, lane)
+
+
+@dataclass(frozen=True)
+class TileSlots:
+    """The ring of tiles: slots, their barriers, and the counter that tells a CTA's next tile."""
+
+    words: cute.Tensor  # (TILE_WORDS, TILE_SLOTS) int32 in shared memory
+    full: cute.Pointer
+    empty: cute.Pointer
+    counter: cute.Tensor  # (1,) int32 in global memory: tiles given out beyond every worker's first
+    worker: Int32
+    workers: Int32
+    lane: Int32  # in the warp
+
+    @property
+    def count(self):
+        """Slots."""
+        return TILE_SLOTS
+
+    @property
+    def zero(self):
+        """0, of the type that loops carry."""
+        return Int32(0)
+
+    @cute.jit
+    def open(self, thread, arrivals: cutlass.Constexpr):
+        """Set up words, and barriers with so many arrivals that empty a slot; by all threads, before they meet."""
+        words = self.words
+        if thread < self.count:
+            cute.arch.mbarrier_init(self.full + thread, 1)
+            cute.arch.mbarrier_init(self.empty + thread, arrivals)
+        if thread < cute.size(words):  # any numbers are safe that are not negative
+            words[thread] = 0
+
+    def acquire(self, number):
+        """Wait until a slot is empty."""
+        cute.arch.mbarrier_wait(self.empty + number % self.count, (number // self.count + 1) % 2)
+
+    def wait(self, number):
+        """Wait until a slot is full."""
+        cute.arch.mbarrier_wait(self.full + number % self.count, number // self.count % 2)
+
+    def post(self, number, entry):
+        """Fill a slot; by a whole warp."""
+        slot = number % self.count
+        cute.arch.sync_warp()  # all lanes have read what was there
+        for i, name in enumerate(ENTRY):
+            self.words[i, slot] = Int32(getattr(entry, name))
+        for again in range(PASSES):
+            self.words[MARK + again, slot] = Int32(0)
+        self._arrive(self.full + slot)
+
+    def post_nothing(self, number):
+        """Fill a slot with nothing to do; by a whole warp. What it held was not marked."""
+        slot = number % self.count
+        cute.arch.sync_warp()
+        self.words[KIND, slot] = Int32(NOTHING)
+        self._arrive(self.full + slot)
+
+    def release(self, number):
+        """Give a slot back; by a whole warp."""
+        self._arrive(self.empty + number % self.count)
+
+    @cute.jit
+    def _arrive(self, barrier):
+        cute.arch.sync_warp()
+        if self.lane == 0:
+            cute.arch.mbarrier_arrive(barrier)
+
+    def read(self, number) -> Entry:
+        """What a slot holds."""
+        slot = number % self.count
+        return Entry(*(self.words[i, slot] for i in range(MARK)))
+
+    def kind(self, number):
+        """Kind of what a slot holds."""
+        return self.read(number).kind
+
+    def again(self, number):
+        """Pass in which a slot's tile is worked on."""
+        return self.read(number).again
+
+    def marked(self, number):
+        """(sequence, number in it, pass) of the tile that a slot held; pass 0 if it need not be worked on again."""
+        entry, slot, again = self.read(number), number % self.count, Int32(0)
+        for later in range(1, PASSES + 1):
+            again = cutlass.select_(self.words[MARK + later - 1, slot] != 0, Int32(later), again)
+        return entry.index, entry.within, again
+
+    def mark(self, number, again: int):
+        """Mark a slot's tile for a later pass; whoever else does writes the same."""
+        self.words[MARK + again - 1, number % self.count] = Int32(1)
+
+    @cute.jit
+    def draw(self, number):
+        """Number among all tiles of this worker's next: its own number first, then what the counter says."""
+        drawn = Int32(0)
+        if (self.lane == 0) & (number > 0):
+            drawn = cute.arch.atomic_add(self.counter.iterator, Int32(1))
+        drawn = cute.arch.shuffle_sync(drawn, 0)
+        return cutlass.select_(number > 0, drawn + self.workers, self.worker)
+
+    def find(self, schedule, cursor, wanted):
+        """See ``handout.find``."""
+        return find(schedule, Warp(self.lane), cursor, wanted)
+
+    def wait_stores(self):
+        """Wait until this thread's stores are there."""
+        cute.arch.cp_async_bulk_wait_group(0)
