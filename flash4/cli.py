@@ -269,10 +269,9 @@ def _configure(arguments):
 def _study(arguments):
     """The named kernel, planned for the call and changed as asked."""
     from flash4.sim import simulate as simulation
-    from flash4.sim.chips import H200
 
     _, _, arch, _ = next(k for k in FORWARD_KERNELS if k[0] == arguments.kernel)
-    plan = plan_forward(_problem(arguments), arch, H200.sms)
+    plan = plan_forward(_problem(arguments), arch, simulation.TIMED[arguments.kernel][1].sms)
     a = arguments
     study = simulation.study(a.kernel, plan, a.set, a.mutant, a.roles)
     tensors = meta_tensors(a)

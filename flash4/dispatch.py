@@ -68,7 +68,7 @@ class Plan:
             raise ValueError(
                 "lengths of sequences are known on the GPU only: tiles are shared out there"
             )
-        workers = min(workers_of(multiprocessors, self.config.cluster), self.grid.total)
+        workers = min(workers_of(multiprocessors, self.config.ctas), self.grid.total)
         return TileSchedule(blocks, self.grid, self.section, 0, workers, p.seqlen_q, p.seqlen_k)
 
     def __str__(self):
@@ -309,7 +309,7 @@ def choose_section(problem: AttentionProblem, config, grid: Grid, workers: int) 
     window that limits the left side. Without that, one that limits the right side is taken for a causal mask: its size
     is known at run time only.
     """
-    workers = workers_of(workers, config.cluster)
+    workers = workers_of(workers, config.ctas)
     if grid.total <= workers or problem.varlen:  # those of different lengths know no sections
         return grid.head_count
     if problem.window_left or not (problem.causal or problem.window_right):

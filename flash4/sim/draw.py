@@ -12,7 +12,9 @@ TENSOR, COPIES, STORES = "tensor cores", "TMA loads", "TMA stores"
 LETTERS = {
     "S = Q K^T": "S",
     "O += P V": "O",
+    "load S": "l",
     "row maximum": "m",
+    "row sum": "s",
     "exact maximum": "M",
     "exponentials": "e",
     "P to 16 bit": "p",

@@ -102,12 +102,14 @@ PROBLEMS = (
     Problem(ForwardConfig(True, 16, 16, 128, 16, False, cluster=2), 300, 30),
 )
 
-# Rings that wrap within a tile and over tiles, tiles of one block and of several, one and two slots of O.
+# Rings that wrap within a tile and over tiles, tiles of one block and of several, one and two slots of O, a pair of CTAs.
 SM100_SMALL = {"bf16": True, "tile_d": 64, "tile_dv": 64, "tile_n": 64, "head": 32}
+SM100_PAIR = {**SM100_SMALL, "tile_d": 128, "tile_dv": 128, "ctas": 2}
 SM100_PROBLEMS = (
     Problem(ForwardConfigSm100(**SM100_SMALL, causal=True, stages=3, o_slots=1), 500, 250),
     Problem(ForwardConfigSm100(**SM100_SMALL, causal=False, stages=2), 700, 60),
-    Problem(ForwardConfigSm100(**SM100_SMALL, causal=False, stages=6), 700, 130),
+    Problem(ForwardConfigSm100(**SM100_SMALL, causal=False, stages=6, fixed_shift=True), 700, 130),
+    Problem(ForwardConfigSm100(**SM100_PAIR, causal=True, stages=3, o_slots=1), 900, 250),
 )
 
 

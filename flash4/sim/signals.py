@@ -205,6 +205,9 @@ class TmaSlot:
     index: int
     core: TensorCore | None = None
     given: object = None
+    nbytes: int | None = (
+        None  # of what it was filled with; of all it has room for, if it was not filled yet
+    )
 
     @property
     def region(self) -> Region:
@@ -223,14 +226,16 @@ class TmaSlot:
 
     def fill(self, block: np.ndarray, nbytes: int | None = None):
         """Start the TMA copy of ``block`` into the slot; of all its bytes by default."""
-        load(self.region, block, self.full, self.ring.spec.nbytes if nbytes is None else nbytes)
+        self.nbytes = self.ring.spec.nbytes if nbytes is None else nbytes
+        load(self.region, block, self.full, self.nbytes)
 
     def commit(self):
         """Producer: announce the bytes, as the CTA whose barrier counts them."""
         self._give()
         if self.rank == 0 or not self.ring.shared:
             count = len(self.ring.regions) if self.ring.shared else 1
-            arrive_at(self.full, 1, self.ring.spec.nbytes * count)
+            nbytes = self.ring.spec.nbytes if self.nbytes is None else self.nbytes
+            arrive_at(self.full, 1, nbytes * count)
 
     def release(self):
         """Consumer: the slot may be filled again, once the MMAs so far are done."""

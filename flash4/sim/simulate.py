@@ -16,18 +16,20 @@ from flash4.dispatch import choose_section
 from flash4.interface import options_of
 from flash4.sim import draw as pictures
 from flash4.sim import sm90_fwd, sm100_fwd
-from flash4.sim.chips import H200
+from flash4.sim.chips import B200, H200
 from flash4.sim.explore import explore
 from flash4.sim.limits import check_graph
 from flash4.sim.machine import Hazard, Machine, Step
 from flash4.sim.mutants import KERNELS
 from flash4.sim.sm90_fwd_clock import time_forward
+from flash4.sim.sm100_fwd_clock import time_forward as time_forward_sm100
 
 SIMULATIONS = {"sm90-fwd": sm90_fwd, "sm100-fwd": sm100_fwd}
-TIMED = {"sm90-fwd"}  # those whose time there is a model of
+# Kernel -> model of its time, and the chip that it is a model of.
+TIMED = {"sm90-fwd": (time_forward, H200), "sm100-fwd": (time_forward_sm100, B200)}
 CHANGEABLE = (
     "tile_m", "tile_n", "stages", "q_stages", "o_parts", "turns", "skip", "settle", "fixed_shift", "pack",
-    "cluster", "o_slots", "poly", "head",
+    "cluster", "o_slots", "poly", "head", "ctas",
 )  # fmt: skip
 KINDS = ("wait", "arrive", "issue", "join", "read", "write")
 CELL = 26  # characters of a timeline's column
@@ -84,7 +86,7 @@ def study(kernel: str, plan, settings=(), mutant: str | None = None, roles: Path
     except Hazard as hazard:
         raise ValueError(f"this cannot run: {hazard}") from None
     grid = grid_of(plan.problem, config.tile_q, config.pack)
-    section = choose_section(plan.problem, config, grid, H200.sms)
+    section = choose_section(plan.problem, config, grid, TIMED[kernel][1].sms)
     plan = dataclasses.replace(plan, config=config, grid=grid, section=section)
     return Study(plan, variation, tuple(changes))
 
@@ -145,8 +147,8 @@ def command(arguments, what: Study, shapes, keywords) -> int:
         if getattr(options, name) is not None:
             options = options._replace(**{name: getattr(options, name).numpy()})
     _say_what(arguments, what)
-    workers = workers_of(arguments.ctas, config.cluster)
-    print(f"seed {arguments.seed}, {workers * config.cluster} CTAs", flush=True)
+    workers = workers_of(arguments.ctas, config.ctas)
+    print(f"seed {arguments.seed}, {workers * config.ctas} CTAs", flush=True)
     arrays = [x.float().numpy() for x in tensors]
     start, machines, out = time.perf_counter(), [], None
     try:
@@ -172,13 +174,7 @@ def command(arguments, what: Study, shapes, keywords) -> int:
 
 
 def time_command(arguments, what: Study) -> int:
-    """Run a call under the clock only, and print and draw how long it takes.
-
-    Raises:
-        NotImplementedError: there is no model of this kernel's time.
-    """
-    if arguments.kernel not in TIMED:
-        raise NotImplementedError(f"there is no model of the time of {arguments.kernel} yet")
+    """Run a call under the clock only, and print and draw how long it takes."""
     _say_what(arguments, what)
     _show_time(arguments, what)
     return 0
@@ -191,10 +187,8 @@ def _say_what(arguments, what: Study):
 
 
 def _show_time(arguments, what: Study):
-    if arguments.kernel not in TIMED:
-        print(f"there is no model of the time of {arguments.kernel} yet: no chart and no trace")
-        return
-    timing = time_forward(what.plan, H200, what.variation.roles, window=what.window)
+    model, chip = TIMED[arguments.kernel]
+    timing = model(what.plan, chip, what.variation.roles, window=what.window)
     print(timing)
     spans = timing.machine.spans
     if arguments.cycles and arguments.cycles[0] >= timing.cycles:
@@ -203,7 +197,7 @@ def _show_time(arguments, what: Study):
     print(f"\none SM, cycles {begin:.0f} to {end:.0f}\n{pictures.chart(spans, begin, end)}")
     if arguments.draw is not None:
         changes = "".join(f", {change}" for change in what.changes)
-        title = f"{what.plan.name}{changes}: {timing.tflops:.0f} TFLOP/s on an {H200.name} (model)"
+        title = f"{what.plan.name}{changes}: {timing.tflops:.0f} TFLOP/s on {chip.name} (model)"
         pictures.gantt(spans, arguments.draw, begin, end, title)
         print(f"wrote {arguments.draw}")
     if arguments.trace is not None:

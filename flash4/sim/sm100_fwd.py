@@ -4,26 +4,40 @@ Arithmetic is float32, rounded to 16 bit where the kernel rounds; S, P and O lie
 columns of the graph. A warpgroup is one task.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
 
+from flash4.common import mods
 from flash4.common.dsl import plain
 from flash4.common.geometry import ceil_div
+from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
+from flash4.common.shares import shares_of
 from flash4.common.tiles import Grid, TileSchedule
+from flash4.common.varlen import Sequences, VarlenSchedule
 from flash4.problem import CallOptions, positive_scale
+from flash4.sim.barriers import NamedBarrier
+from flash4.sim.cluster import Cluster, ClusterBarrier
 from flash4.sim.limits import WarpRole, check_graph, check_registers, check_tmem
 from flash4.sim.machine import Machine, join
 from flash4.sim.memory import Region, Space
 from flash4.sim.signals import Edges, Signal, SignalSpec, TmaRing, TmaRingSpec
 from flash4.sim.sm90_fwd import matmul, round_to_16_bit
 from flash4.sim.tmem import TensorCore, Tmem, TmemPort
-from flash4.sm100.fwd_config import CHUNK, ELEMENT_BYTES, MMA_ROWS, SMEM_LIMIT, ForwardConfig
-from flash4.sm100.fwd_exp import LOWEST, QUARTIC
-from flash4.sm100.fwd_graph import THREADS, TMEM_COLUMNS, UMMA
+from flash4.sm100.fwd_config import (
+    CHUNK,
+    LARGEST_TOTAL,
+    MARKS,
+    MMA_ROWS,
+    SMEM_LIMIT,
+    ForwardConfig,
+)
+from flash4.sm100.fwd_exp import HIGHEST, LOWEST, QUARTIC
+from flash4.sm100.fwd_graph import LEADER, THREADS, TMEM_COLUMNS, UMMA, WARP
 from flash4.sm100.fwd_roles import ForwardRoles
+from flash4.sm100.fwd_tiles import BARRIER_PASS
 
 LAUNCH_REGISTERS = 128  # per thread: 65,536 over 512
 STAT_ROW = MMA_ROWS * 4  # bytes of one number for every row of a Q tile
@@ -45,7 +59,8 @@ def unpack_16_bit(words: np.ndarray, bf16: bool) -> np.ndarray:
 
 def exp2_on_fma(x: np.ndarray) -> np.ndarray:
     """What the kernel's polynomial gives, in float32."""
-    x = np.fmax(x, np.float32(LOWEST))  # of a NaN the number, like the hardware
+    # Of a NaN the number, like the hardware.
+    x = np.fmin(np.fmax(x, np.float32(LOWEST)), np.float32(HIGHEST))
     whole = np.floor(x)
     y = np.full_like(x, QUARTIC[0])
     for c in QUARTIC[1:]:
@@ -63,49 +78,117 @@ class Call:
     v: np.ndarray
     out: np.ndarray
     lse: np.ndarray
-    scale_log2: np.float32
-    tiles: TileSchedule
+    options: CallOptions
+    tiles: object
 
-    def places(self, tile, q_tile: int):
-        """(queries, heads, whether they exist) of the rows of a Q tile."""
+    @property
+    def scale(self) -> np.float32:
+        """Factor of a score, positive; within the cap, if there is one."""
+        scale = abs(self.options.softmax_scale) or 1.0
+        return np.float32(scale / (self.options.softcap or 1.0))
+
+    @property
+    def natural_scale(self) -> np.float32:
+        """Factor that makes a scaled score of a score, or of the tanh of one."""
+        return np.float32(self.options.softcap or self.scale)
+
+    @property
+    def scale_log2(self) -> np.float32:
+        """Factor of what the softmax takes, in log2 units."""
+        return np.float32(LOG2E if self.config.natural else self.natural_scale * LOG2E)
+
+    def places(self, tile, part: int):
+        """(queries, heads, whether they exist) of the rows of a part of a tile, as of ``ForwardConfig.part``."""
         pack, ratio = self.config.pack, self.q.shape[2] // self.k.shape[2]
+        place = self.tiles.place(tile)
         query, head = np.divmod(np.arange(MMA_ROWS), pack)
-        query += self.config.first_query(tile, q_tile)
-        head += tile.group * pack
-        exists = (query < self.q.shape[1]) & (head < ratio)
-        return query, tile.head_kv * ratio + head, exists
+        query += self.config.first_query(tile, part)
+        head += place.group * pack
+        exists = (query < place.stored_q) & (head < ratio)
+        return query, place.head_kv * ratio + head, exists
+
+
+class Tiles:
+    """One role's way through a worker's tiles, and through those marked again; all meet at ``barrier`` in between."""
+
+    def __init__(self, schedule, barrier, warps: int, marks: set):
+        self._schedule, self._barrier, self._warps, self._marks = schedule, barrier, warps, marks
+
+    def first(self):
+        """Return the worker's first tile."""
+        return self._schedule.first()
+
+    def next(self, tile):
+        """Return the tile after ``tile``."""
+        if self._barrier is None:
+            return self._schedule.next(tile)
+        schedule, again = self._schedule, tile.again
+        index = schedule.next_index(tile.index)
+        if index >= schedule.grid.total and not again:
+            self._meet()
+            again = 1
+            if self._marks:
+                index = schedule.start
+        if again:
+            while index < schedule.grid.total and schedule.wave(index) % MARKS not in self._marks:
+                index = schedule.next_index(index)
+        return replace(schedule.at(index), again=again)
+
+    def _meet(self):
+        if isinstance(self._barrier, ClusterBarrier):
+            self._barrier.sync()
+        else:
+            phase = self._barrier.phase
+            self._barrier.arrive(self._warps)
+            self._barrier.wait(phase)
+
+    def mark(self, tile):
+        """Have a tile worked on again."""
+        self._marks.add(self._schedule.wave(tile.index) % MARKS)
 
 
 class LoadOps:
-    """Verbs of the ``load`` role."""
+    """Verbs of the ``load`` role, of one CTA: its rows of Q, its part of K's keys and of V's columns."""
 
-    def __init__(self, call: Call):
-        self._call = call
+    def __init__(self, call: Call, rank: int):
+        self._call, self._rank = call, rank
 
     def load_q(self, tile, q_tile, slot):
         """Fill a slot with one Q tile."""
-        call = self._call
-        query, head, exists = call.places(tile, q_tile)
-        rows = call.q[tile.batch, query[exists], head[exists]]
-        self._fill(slot, (MMA_ROWS, call.config.tile_d), exists, rows)
+        call, c = self._call, self._call.config
+        place = call.tiles.place(tile)
+        query, head, exists = call.places(tile, c.part(q_tile, self._rank))
+        if c.cu_q:
+            exists &= query < call.tiles.lengths(tile)[0]
+        block = np.zeros((MMA_ROWS, c.tile_d), np.float32)  # TMA fills with zeros
+        rows = call.q[place.batch_q, place.row_q + query[exists], head[exists]]
+        block[exists, : rows.shape[1]] = rows
+        slot.fill(block, c.q_bytes)
 
     def load_k(self, tile, n_block, slot):
         """Fill a slot with block ``n_block`` of K."""
-        self._load(self._call.k, tile, n_block, slot)
+        c = self._call.config
+        block = self._block(self._call.k, tile, n_block, None, c.tile_d)
+        slot.fill(np.split(block, c.ctas)[self._rank], c.k_bytes)
 
     def load_v(self, tile, n_block, slot):
         """Fill a slot with block ``n_block`` of V."""
-        self._load(self._call.v, tile, n_block, slot)
+        c, call = self._call.config, self._call
+        seqlen_k = call.tiles.lengths(tile)[1] if c.v_is_ragged else None
+        block = self._block(call.v, tile, n_block, seqlen_k, c.tile_dv)
+        slot.fill(np.split(block, c.ctas, 1)[self._rank], c.v_bytes)
 
-    def _load(self, x, tile, n_block, slot):
-        c = self._call.config
-        rows = x[tile.batch, n_block * c.tile_n : (n_block + 1) * c.tile_n, tile.head_kv]
-        self._fill(slot, (c.tile_n, c.kv_columns), slice(len(rows)), rows)
-
-    def _fill(self, slot, shape, where, rows):
-        block = np.zeros(shape, np.float32)  # TMA fills with zeros
-        block[where, : rows.shape[1]] = rows
-        slot.fill(block, block.size * ELEMENT_BYTES)
+    def _block(self, x, tile, n_block, seqlen_k, width):
+        """A block; without ``seqlen_k`` with what lies in memory, behind the sequence's last key too."""
+        tile_n, place = self._call.config.tile_n, self._call.tiles.place(tile)
+        first = (tile.first_block + n_block) * tile_n
+        end = first + tile_n
+        if seqlen_k is not None:
+            end = max(min(end, seqlen_k), first)
+        rows = x[place.batch_k, place.row_k + first : place.row_k + end, place.head_kv]
+        block = np.zeros((tile_n, width), np.float32)
+        block[: len(rows), : rows.shape[1]] = rows
+        return block
 
 
 class Columns:
@@ -129,20 +212,29 @@ class Columns:
 
 
 class MmaOps:
-    """Verbs of the ``mma`` role; Q tile i is always in slot i."""
+    """Verbs of the ``mma`` role, for all CTAs of a tile; Q tile i is always in slot i.
 
-    def __init__(self, config: ForwardConfig, core: TensorCore, columns: Columns, q_slots):
+    Args:
+        config: of the kernel.
+        core: tensor core of the CTA, or of the pair.
+        columns: tensor memory of each CTA.
+        q_slots: slots of Q of each CTA.
+    """
+
+    def __init__(self, config: ForwardConfig, core: TensorCore, columns: list[Columns], q_slots):
         self._config, self._core, self._columns, self._q = config, core, columns, q_slots
 
     def qk(self, q_tile, q_slot, k_slot):
         """Issue S = Q K^T."""
-        width = self._config.tile_d
+        ctas = self._config.ctas
 
-        def product(q, k):
-            return matmul(q, k[:, :width].T)
+        def product(*arrays):
+            k = np.concatenate(arrays[ctas:])
+            return tuple(matmul(q, k.T) for q in arrays[:ctas])
 
-        operands = (self._q[q_tile], k_slot.region)
-        self._core.issue(self._columns.s(q_tile), product, operands, False, f"S{q_tile} = Q K^T")
+        operands = (*(slots[q_tile] for slots in self._q), *k_slot.regions)
+        scores = tuple(columns.s(q_tile) for columns in self._columns)
+        self._core.issue(scores, product, operands, False, f"S{q_tile} = Q K^T")
 
     def pv_head(self, q_tile, v_slot, accumulate):
         """Issue O (+)= P V for the first columns of P."""
@@ -155,51 +247,99 @@ class MmaOps:
     def _pv(self, q_tile, v_slot, begin, end, accumulate):
         c = self._config
 
-        def product(p, v):
-            return matmul(unpack_16_bit(p, c.bf16), v[begin:end, : c.tile_dv])
+        def product(*arrays):
+            v = np.concatenate(arrays[c.ctas :], 1)[begin:end]
+            return tuple(matmul(unpack_16_bit(p, c.bf16), v) for p in arrays[: c.ctas])
 
-        operands = (self._columns.p(q_tile, begin, end - begin), v_slot.region)
-        self._core.issue(
-            self._columns.o(q_tile), product, operands, accumulate, f"O{q_tile} += P V"
-        )
+        operands = [columns.p(q_tile, begin, end - begin) for columns in self._columns]
+        outputs = tuple(columns.o(q_tile) for columns in self._columns)
+        operands = (*operands, *v_slot.regions)
+        self._core.issue(outputs, product, operands, accumulate, f"O{q_tile} += P V")
 
 
 class SoftmaxOps:
-    """Verbs of the ``softmax`` role, for one Q tile."""
+    """Verbs of the ``softmax`` role, for one Q tile of one CTA."""
 
-    def __init__(self, call: Call, q_tile: int, columns: Columns, port: TmemPort, stats):
-        self._call, self._config, self._q_tile = call, call.config, q_tile
+    def __init__(self, call: Call, place, columns: Columns, port: TmemPort, stats, tiles: Tiles):
+        self._call, self._config, (self._q_tile, rank) = call, call.config, place
+        self._part, self._tiles = call.config.part(self._q_tile, rank), tiles
         self._columns, self._port, (self._factor, self._inverse) = columns, port, stats
         c, j = call.config, np.arange(call.config.tile_n)
         self._on_fma = (j % 16 >= 16 - c.poly) & (j < c.head)
 
     def phases(self, tile):
         """Blocks with a mask, then those without."""
-        return self._config.phases(tile, self._q_tile, self._call.tiles)
+        return self._config.phases(tile, self._part, self._call.tiles)
 
-    def begin(self):
+    def begin(self, tile):
         """Shift -inf, sum 0."""
         return np.full(MMA_ROWS, -np.inf, np.float32), np.zeros(MMA_ROWS, np.float32)
 
     def load_s(self, tile, n_block, phase):
-        """S in registers, negated for a negative scale, masked."""
+        """S in registers: negated for a negative scale, capped, changed by mods, masked."""
         c, call = self._config, self._call
+        first_key = (tile.first_block + n_block) * c.tile_n
+        if c.score_mod or c.mask_mod:
+            self._change_in_memory(tile, first_key)
         parts = [
             self._port.load(self._columns.s(self._q_tile, column, CHUNK))
             for column in range(0, c.tile_n, CHUNK)
         ]
         self._port.wait_ld()
         s = np.concatenate([part.values for part in parts], 1)
-        s = -s if c.negate else s
+        if not (c.score_mod or c.mask_mod):
+            s = self._change(tile, first_key, s)
         if phase.masked:
-            query, blocks = call.places(tile, self._q_tile)[0], call.tiles.blocks
-            ends = [blocks.key_end(int(x), *call.tiles.lengths(tile)) for x in query]
-            keys = n_block * c.tile_n + np.arange(c.tile_n)
-            s[keys >= np.array(ends)[:, None]] = -np.inf
+            queries, lengths = call.places(tile, self._part)[0].tolist(), call.tiles.lengths(tile)
+            begins, ends = (
+                np.array([edge(query, *lengths) for query in queries])[:, None]
+                for edge in (call.tiles.blocks.key_begin, call.tiles.blocks.key_end)
+            )
+            keys = first_key + np.arange(c.tile_n)
+            s[(keys < begins) | (keys >= ends)] = -np.inf
         return s
 
-    def move_shift(self, scores, shift):
+    def _change_in_memory(self, tile, first_key):
+        """What mods make of S, a part of the row at a time."""
+        for column in range(0, self._config.tile_n, CHUNK):
+            columns = self._columns.s(self._q_tile, column, CHUNK)
+            scores = self._port.load(columns)
+            self._port.wait_ld()
+            self._port.store(columns, self._change(tile, first_key + column, scores.values))
+        self._port.wait_st()
+
+    def _change(self, tile, first_key, s):
+        """Negate or cap, scale in natural units, add what slopes and mods do."""
+        c, call = self._config, self._call
+        s = -s if c.negate else s
+        s = np.tanh(s * call.scale) if c.softcap else s
+        s = s * call.natural_scale if c.natural else s
+        self._apply_mods(tile, first_key + np.arange(s.shape[1]), s)
+        return s
+
+    def _apply_mods(self, tile, keys, s):
+        """Slopes; then S = score_mod(S), and -inf where mask_mod hides a key."""
+        call, c = self._call, self._config
+        place, lengths = call.tiles.place(tile), call.tiles.lengths(tile)
+        query, head, _ = call.places(tile, self._part)
+        query, head = query[:, None], np.minimum(head, call.q.shape[2] - 1)[:, None]
+        if c.alibi:
+            distance = np.abs(query + lengths[1] - lengths[0] - keys).astype(np.float32)
+            s -= call.options.alibi_slopes[place.batch][head] * distance
+        query, keys = (
+            np.clip(x, 0, max(n - 1, 0)) for x, n in ((query, lengths[0]), (keys, lengths[1]))
+        )
+        info = SeqlenInfo(*lengths, place.row_q, place.row_k)
+        where = (place.batch, head, query, keys, info, call.options.aux_tensors)
+        if c.score_mod:
+            s[:] = mods.function(c.score_mod)(s, *where)
+        if c.mask_mod:
+            s[~np.broadcast_to(mods.function(c.mask_mod)(*where), s.shape)] = -np.inf
+
+    def move_shift(self, scores, shift, phase):
         """(new shift, factor of O and of the sum)."""
+        if phase.fixed:
+            return shift, np.ones(MMA_ROWS, np.float32)
         new = np.fmax(shift, np.fmax.reduce(scores, 1))
         growth = (shift - self._finite(new)) * self._call.scale_log2
         keep = growth >= -RESCALE_THRESHOLD_LOG2
@@ -214,11 +354,11 @@ class SoftmaxOps:
         """Tell correction."""
         self._factor.write(factor)
 
-    def exp_head(self, scores, shift):
+    def exp_head(self, scores, shift, phase):
         """First columns of P over S."""
         self._exp(scores, shift, 0, self._config.head)
 
-    def exp_tail(self, scores, shift):
+    def exp_tail(self, scores, shift, phase):
         """Last columns of P over S."""
         self._exp(scores, shift, self._config.head, self._config.tile_n)
 
@@ -237,23 +377,44 @@ class SoftmaxOps:
         """The sum, shrunk by the factor, plus that of this block."""
         return total * factor + scores.sum(1)
 
-    def put_inverse(self, total):
-        """Tell correction 1 / sum, and 0 of a row without keys."""
-        self._inverse.write(np.where(total == 0, np.float32(0), 1 / total))
+    def put_inverse(self, tile, shift, total):
+        """Tell correction 1 / sum, with the sink in it; 0 of a row without keys, or not in use."""
+        _, inverse = self._finish(tile, shift, total)
+        empty = (total == 0) | self._unused(tile)
+        self._inverse.write(np.where(empty, np.float32(0), inverse))
 
     def store_lse(self, tile, shift, total):
-        """LSE to global memory."""
-        query, head, exists = self._call.places(tile, self._q_tile)
-        lse = (shift * self._call.scale_log2 + np.log2(total)) * np.float32(LN2)
-        lse = np.where(total == 0, -np.inf, lse)
-        self._call.lse[tile.batch, head[exists], query[exists]] = lse[exists]
+        """LSE to global memory; of a row without keys -inf, or its sink."""
+        call, place = self._call, self._call.tiles.place(tile)
+        query, head, exists = call.places(tile, self._part)
+        lse = np.where(self._unused(tile), -np.inf, self._finish(tile, shift, total)[0])
+        call.lse[place.batch_q, head[exists], place.row_q + query[exists]] = lse[exists]
+        if self._config.fixed_shift and not (total <= LARGEST_TOTAL)[exists].all():
+            self._tiles.mark(tile)
+
+    def _unused(self, tile):
+        call = self._call
+        return call.places(tile, self._part)[0] >= call.tiles.lengths(tile)[0]
+
+    def _finish(self, tile, shift, total):
+        """(LSE, factor of O) of every row."""
+        call, shift_log2, shrink = self._call, shift * self._call.scale_log2, np.float32(1)
+        if call.config.sink:
+            sink, head = call.options.sink, call.places(tile, self._part)[1]
+            sink_log2 = sink[np.minimum(head, len(sink) - 1)] * np.float32(LOG2E)
+            new = np.maximum(shift_log2, sink_log2)
+            shrink = np.exp2(shift_log2 - self._finite(new))
+            total = total * shrink + np.exp2(sink_log2 - self._finite(new))
+            shift_log2 = new
+        lse = (shift_log2 + np.log2(total)) * np.float32(LN2)
+        return np.where(total == 0, -np.inf, lse), shrink / total
 
 
 class CorrectionOps:
     """Verbs of the ``correction`` role."""
 
-    def __init__(self, machine: Machine, config: ForwardConfig, columns: Columns, port, stats):
-        self._machine, self._config = machine, config
+    def __init__(self, machine: Machine, config, columns: Columns, port, stats, tiles: Tiles):
+        self._machine, self._config, self._tiles = machine, config, tiles
         self._columns, self._port, self._stats = columns, port, stats
 
     def get_factor(self, q_tile):
@@ -271,10 +432,12 @@ class CorrectionOps:
         self._port.store(self._columns.o(q_tile), o.values * factor[:, None])
         self._port.wait_st()
 
-    def finish_o(self, q_tile, slot, inverse):
+    def finish_o(self, tile, q_tile, slot, inverse):
         """O over the row sum, in 16 bit, to shared memory."""
         o = self._port.load(self._columns.o(q_tile))
         self._port.wait_ld()
+        if self._config.fixed_shift and not np.isfinite(o.values).all():
+            self._tiles.mark(tile)
         o = np.where(inverse[:, None] == 0, 0, o.values * inverse[:, None])
         slot.region.write(round_to_16_bit(o, self._config.bf16))
         self._machine.fence()
@@ -283,17 +446,19 @@ class CorrectionOps:
 class StoreOps:
     """Verbs of the ``store`` role."""
 
-    def __init__(self, machine: Machine, call: Call):
-        self._call, self._lane = call, machine.lane("stores of O", ordered=True)
+    def __init__(self, machine: Machine, call: Call, rank: int):
+        self._call, self._rank = call, rank
+        self._lane = machine.lane(f"stores of O of CTA {rank}", ordered=True)
 
     def store_o(self, tile, q_tile, slot):
         """Start the store of a slot."""
-        call, source = self._call, slot.region
-        query, head, exists = call.places(tile, q_tile)
+        call, source, place = self._call, slot.region, self._call.tiles.place(tile)
+        query, head, exists = call.places(tile, call.config.part(q_tile, self._rank))
 
         def land():
             columns = call.out.shape[3]
-            call.out[tile.batch, query[exists], head[exists]] = source.peek()[exists, :columns]
+            at = (place.batch_q, place.row_q + query[exists], head[exists])
+            call.out[at] = source.peek()[exists, :columns]
 
         self._lane.issue(f"the store of O{q_tile}", land, reads=[source])
 
@@ -322,10 +487,10 @@ def simulate_forward(config, q, k, v, options, workers=1, seed=0, variation=None
 
     Args:
         config: ``ForwardConfig``.
-        q: (B, Sq, H, D) float32 array of 16-bit values.
-        k: (B, Sk, Hkv, D).
-        v: (B, Sk, Hkv, Dv).
-        options: ``CallOptions`` of the call; a number is the softmax scale.
+        q: (B, Sq, H, D), or packed, float32 array of 16-bit values.
+        k: (B, Sk, Hkv, D), or packed.
+        v: (B, Sk, Hkv, Dv), or packed.
+        options: as the config's flags say, tensors as NumPy arrays; a number is the softmax scale of a call without.
         workers: CTAs that share the tiles.
         seed: decides whatever the schedule leaves open, and the heads per section.
         variation: a ``Variation``; the kernel itself by default.
@@ -340,27 +505,46 @@ def simulate_forward(config, q, k, v, options, workers=1, seed=0, variation=None
     for machine, call in forward_machines(config, (q, k, v), options, workers, seed, variation):
         machine.run()
         out, lse = call.out, call.lse
-    return out, lse
+    return (out[0], lse[0]) if config.cu_q else (out, lse)
 
 
 def forward_machines(config, tensors, options, workers, seed, variation=None):
     """Yield the machine and the call of every CTA, ready to run; arguments as of ``simulate_forward``."""
     (q, k, v), variation = tensors, variation or Variation()
     options = options if isinstance(options, CallOptions) else CallOptions(options)
-    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, head_dim_v) = q.shape, v.shape
+    if options.alibi_slopes is not None:
+        slopes = np.asarray(options.alibi_slopes, np.float32)
+        slopes = np.broadcast_to(slopes, (options.batch(q), slopes.shape[-1]))
+        options = options._replace(alibi_slopes=slopes)
+    q = q[None] if config.cu_q else q
+    k, v = (k[None], v[None]) if config.cu_k else (k, v)
+    out = np.full((*q.shape[:3], v.shape[3]), np.nan, np.float32)
+    lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
+    schedules = schedules_of(config, q, k, options, workers, seed)
+    q, _ = positive_scale(q, options.softmax_scale)
+    check_limits(config)
+    for worker, tiles in enumerate(schedules):
+        call = Call(config, q, k, v, out, lse, options, tiles)
+        machine = Machine(seed + worker, variation.strict)
+        Kernel(machine, call, variation).spawn()
+        yield machine, call
+
+
+def schedules_of(config, q, k, options, workers, seed) -> list:
+    """The tiles of every worker."""
+    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
     groups = ceil_div(heads // heads_kv, config.pack)
     grid = Grid(ceil_div(seqlen_q, config.tile_q), groups, heads_kv, batch)
     workers, section = min(workers, grid.total), 1 + seed % grid.head_count
-    out = np.full((batch, seqlen_q, heads, head_dim_v), np.nan, np.float32)
-    lse = np.full((batch, heads, seqlen_q), np.nan, np.float32)
-    q, scale = positive_scale(q, options.softmax_scale)
-    check_limits(config)
-    for worker in range(workers):
-        tiles = TileSchedule(config.blocks(), grid, section, worker, workers, seqlen_q, seqlen_k)
-        call = Call(config, q, k, v, out, lse, np.float32(scale * LOG2E), tiles)
-        machine = Machine(seed + worker, variation.strict)
-        Cta(machine, call, variation).spawn()
-        yield machine, call
+    sides = (side if side >= 0 else None for side in (options.window_left, options.window_right))
+    blocks = config.blocks(*sides)
+    if config.varlen:
+        lengths = (None if x is None else [int(n) for n in x] for x in options.lengths)
+        sequences = Sequences(options.batch(q), seqlen_q, seqlen_k, *lengths)
+        shared = VarlenSchedule(blocks, grid, sequences)
+        return [replace(shared, share=share) for share in shares_of(shared, workers)]
+    rows = (seqlen_q, seqlen_k)
+    return [TileSchedule(blocks, grid, section, i, workers, *rows) for i in range(workers)]
 
 
 def check_limits(config: ForwardConfig):
@@ -376,94 +560,135 @@ def check_limits(config: ForwardConfig):
     check_tmem(graph.tmem.ranges(), graph.tmem.aliases)
 
 
-class Cta:
-    """Memory, edges and roles of one CTA, by the config's graph."""
+class Kernel:
+    """Memory, edges and roles of one CTA, or of a pair, by the config's graph."""
 
     def __init__(self, machine: Machine, call: Call, variation: Variation):
         self.machine, self.call, self.variation = machine, call, variation
-        self.graph, self.edges, self.core = call.config.graph, Edges(machine), TensorCore(machine)
-        self.tmem, self.memory = Tmem(machine), Space(machine)
+        config, self.graph = call.config, call.config.graph
+        pair = Cluster(machine, config.ctas).ctas if config.ctas > 1 else ()
+        self.ctas = tuple(pair) or (None,)
+        self.edges, self.core = Edges(machine, pair), TensorCore(machine, pair)
+        self.tmems = [Tmem(machine, cta) for cta in self.ctas]
+        self.memories = [cta.smem if cta else Space(machine) for cta in self.ctas]
         covers = dict(variation.covers)
-        self.signals = {
-            s.name: Signal(
-                self.edges,
-                SignalSpec(s.name, len(s.raisers), covers.get(s.name, s.covered_by), s.credit),
-            )
-            for s in self.graph.signals
-        }
+        self.signals = {s.name: self._signal(s, covers) for s in self.graph.signals}
         self.rings = {ring.name: self._ring(ring) for ring in self.graph.rings}
+
+    def _signal(self, spec, covers):
+        shared = spec.kind == LEADER
+        arrivals = len(spec.raisers) * (self.graph.ctas if shared else 1)
+        cover = covers.get(spec.name, spec.covered_by)
+        return Signal(self.edges, SignalSpec(spec.name, arrivals, cover, spec.credit, shared))
 
     def _ring(self, spec):
         c, base = self.call.config, self.graph.addresses()[spec.name]
         shapes = {
             "q": (MMA_ROWS, c.tile_d),
-            "kv": (c.tile_n, c.kv_columns),
+            "kv": (c.tile_n // c.ctas, c.kv_columns),
             "o": (MMA_ROWS, c.tile_dv),
         }
         starts = [base + i * spec.stage_bytes for i in range(spec.stages)]
         regions = [
-            Region(self.memory, f"{spec.name}[{i}]", lo, lo + spec.stage_bytes, shapes[spec.name])
-            for i, lo in enumerate(starts)
+            [
+                self._region(rank, f"{spec.name}[{i}]", lo, spec.stage_bytes, shapes[spec.name])
+                for i, lo in enumerate(starts)
+            ]
+            for rank in range(len(self.ctas))
         ]
-        nbytes = 0 if spec.kinds[0] == THREADS else spec.stage_bytes
-        return TmaRing(self.edges, TmaRingSpec(spec.name, spec.stages, nbytes), [regions])
+        by_threads = spec.kinds[0] == THREADS
+        nbytes = 0 if by_threads else spec.stage_bytes
+        ring = TmaRingSpec(spec.name, spec.stages, nbytes, shared=not by_threads)
+        return TmaRing(self.edges, ring, regions)
 
-    def _stats(self):
+    def _region(self, rank, name, at, nbytes, shape):
+        cta = self.ctas[rank]
+        name = f"{cta.name}.{name}" if cta else name
+        return Region(self.memories[rank], name, at, at + nbytes, shape)
+
+    def _stats(self, rank):
         """For each Q tile the region of its factors and that of its inverse sums."""
         base = self.graph.addresses()["stat"]
+        starts = [base + i * STAT_ROW for i in range(4)]
 
         def region(name, i, at):
-            return Region(self.memory, f"{name}{i}", at, at + STAT_ROW, (MMA_ROWS,))
+            return self._region(rank, f"{name}{i}", at, STAT_ROW, (MMA_ROWS,))
 
-        starts = [base + i * STAT_ROW for i in range(4)]
         return [
             (region("factor", i, starts[2 * i]), region("inverse", i, starts[2 * i + 1]))
             for i in (0, 1)
         ]
 
-    def _ends(self, waits=(), raises=(), **others):
+    def _ends(self, cta, waits=(), raises=(), **others):
         """Ends of signals by their names, and others."""
         ends = SimpleNamespace(**others)
         for name in (*waits, *raises):
             spec = next(s for s in self.graph.signals if s.name == name)
             core = self.core if name in raises and spec.kind == UMMA else None
-            setattr(ends, name, self.signals[name].end(core=core))
+            setattr(ends, name, self.signals[name].end(cta, core=core))
         return ends
 
     def spawn(self):
         """Add the roles' tasks; tensor memory is there from the start, and correction frees it."""
+        held = [tmem.allocate(TMEM_COLUMNS) for tmem in self.tmems]
+        self.marks, self.barrier = set(), self._pass_barrier()
+        for rank, cta in enumerate(self.ctas):
+            self._spawn(rank, cta)
+        self.machine.at_exit.insert(0, lambda: self._free(held))
+
+    def _pass_barrier(self):
+        """Where all roles meet that have been through all tiles; None without a fixed shift."""
+        if not self.call.config.fixed_shift:
+            return None
+        warps = sum(len(role.warps) for role in self.graph.roles)
+        if len(self.ctas) > 1:  # a task of each role in each CTA, but one ``mma``
+            tasks = len(self.ctas) * len(self.graph.roles) - 1
+            return ClusterBarrier(self.machine, "pass", tasks)
+        return NamedBarrier(self.machine, BARRIER_PASS, "pass", WARP * warps, WARP)
+
+    def _spawn(self, rank, cta):
+        """The roles of one CTA; the leader's ``mma`` is that of both."""
         machine, call, config = self.machine, self.call, self.call.config
-        roles, schedule, tiles = self.variation.roles, self.variation.roles(), self.call.tiles
-        columns, stats = Columns(self.tmem, config), self._stats()
-        held = self.tmem.allocate(TMEM_COLUMNS)
+        roles, schedule = self.variation.roles, self.variation.roles()
+        columns, stats = [Columns(tmem, config) for tmem in self.tmems], self._stats(rank)
         q, kv, o = (self.rings[name] for name in ("q", "kv", "o"))
 
+        def tiles(name):
+            warps = len(self.graph.role(name).warps)
+            return Tiles(call.tiles, self.barrier, warps, self.marks)
+
         def start(name, role, *arguments):
-            machine.spawn(name, plain(role), schedule, *arguments)
+            (cta or machine).spawn(name, plain(role), schedule, *arguments)
 
-        start("load", roles.load, LoadOps(call), tiles, q.producer(), kv.producer())
-        consumers = {"q": q.consumer(core=self.core), "kv": kv.consumer(core=self.core)}
-        ends = self._ends(("p0", "p1", "t0", "t1"), ("s0", "s1", "o0", "o1"), **consumers)
-        start("mma", roles.mma, MmaOps(config, self.core, columns, q.regions[0]), tiles, ends)
+        ends = (q.producer(cta), kv.producer(cta))
+        start("load", roles.load, LoadOps(call, rank), tiles("load"), *ends)
+        if rank == 0:
+            consumers = {"q": q.consumer(cta, self.core), "kv": kv.consumer(cta, self.core)}
+            ends = self._ends(cta, ("p0", "p1", "t0", "t1"), ("s0", "s1", "o0", "o1"), **consumers)
+            ops = MmaOps(config, self.core, columns, q.regions)
+            start("mma", roles.mma, ops, tiles("mma"), ends)
         for i in (0, 1):
-            port = TmemPort(self.tmem, f"softmax{i}", range(4))
-            ends = self._ends([f"{x}{i}" for x in "sf"], [f"{x}{i}" for x in "ptml"])
+            port = TmemPort(self.tmems[rank], f"softmax{i}", range(4))
+            ends = self._ends(cta, [f"{x}{i}" for x in "sf"], [f"{x}{i}" for x in "ptml"])
             ends = SimpleNamespace(**{name[0]: end for name, end in vars(ends).items()})
-            ops = SoftmaxOps(call, i, columns, port, stats[i])
-            start(f"softmax{i}", roles.softmax, ops, tiles, ends)
+            mine = tiles(f"softmax{i}")
+            ops = SoftmaxOps(call, (i, rank), columns[rank], port, stats[i], mine)
+            start(f"softmax{i}", roles.softmax, ops, mine, ends)
         waits, raises = ([f"{x}{i}" for x in names for i in (0, 1)] for names in ("mol", "pf"))
-        ends = self._ends(waits, raises, o=o.producer())
-        port = TmemPort(self.tmem, "correction", range(4))
-        ops = CorrectionOps(machine, config, columns, port, stats)
-        start("correction", roles.correction, ops, tiles, ends)
-        start("store", roles.store, StoreOps(machine, call), tiles, o.consumer())
-        correction = next(task for task in machine.tasks if task.name == "correction")
-        machine.at_exit.insert(0, lambda: self._free(correction, held))
+        ends = self._ends(cta, waits, raises, o=o.producer(cta))
+        port = TmemPort(self.tmems[rank], "correction", range(4))
+        mine = tiles("correction")
+        ops = CorrectionOps(machine, config, columns[rank], port, stats, mine)
+        start("correction", roles.correction, ops, mine, ends)
+        start("store", roles.store, StoreOps(machine, call, rank), tiles("store"), o.consumer(cta))
 
-    def _free(self, correction, held):
-        """Free tensor memory knowing only what correction knows at its end."""
+    def _free(self, held):
+        """Free tensor memory knowing only what correction of each CTA knows at its end."""
         machine = self.machine
-        join(machine.host.clock, correction.clock)
-        self.tmem.free(held)
+        for task in machine.tasks:
+            if task.name.endswith("correction"):
+                join(machine.host.clock, task.clock)
+        for tmem, allocation in zip(self.tmems, held):
+            tmem.free(allocation)
         # What the host does is before and after all else, and no step of any order.
         machine.trace = [step for step in machine.trace if step.actor != machine.host.name]

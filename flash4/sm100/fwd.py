@@ -26,9 +26,19 @@ from cutlass.memory import SmemAllocator, TmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from flash4.common.graph import WARPGROUP
+from flash4.common.mods import AUX, decode_aux
 from flash4.common.numerics import LOG2E
+from flash4.common.shares import find_share
 from flash4.common.tiles import Grid, TileSchedule
-from flash4.sm100.fwd_config import MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT, ForwardConfig
+from flash4.common.varlen import Sequences, VarlenSchedule
+from flash4.sm100.fwd_config import (
+    ELEMENT_BYTES,
+    MARKS,
+    MMA_ROWS,
+    SMEM_ALIGN,
+    SMEM_LIMIT,
+    ForwardConfig,
+)
 from flash4.sm100.fwd_ends import CorrectionEnds, MmaEnds, Raise, SoftmaxEnds, Wait, open_ring
 from flash4.sm100.fwd_graph import TMEM_COLUMNS
 from flash4.sm100.fwd_ops import (
@@ -36,25 +46,32 @@ from flash4.sm100.fwd_ops import (
     LoadOps,
     MmaOps,
     Operand,
+    RunTime,
     SoftmaxOps,
     StoreOps,
+    cta_group,
     element,
     make_mma_pv,
     make_mma_qk,
 )
 from flash4.sm100.fwd_roles import ForwardRoles
+from flash4.sm100.fwd_tiles import MarkedTiles, SequenceTiles
+from flash4.sm100.fwd_views import (
+    packed_view,
+    permuted_view,
+    ragged_packed_view,
+    ragged_queries_view,
+    ragged_values_view,
+    rows_of_entry,
+)
 
 # Named barriers; 0 is __syncthreads.
 BARRIER_TMEM = 1  # all who use tensor memory know where it is
 BARRIER_FREE = 2  # correction is through with it
 
 
-@dataclass(frozen=True)
-class RunTime:
-    """What crosses the launch besides operands and grid."""
-
-    lse: cute.Tensor  # (B, H, Sq), float32
-    scale_log2: Float32
+# In the order of mods.AUX_DTYPES.
+AUX_ELEMENTS = (Float32, cutlass.Float16, cutlass.BFloat16, Int32, cutlass.Int64)
 
 
 @dataclass(frozen=True)
@@ -68,24 +85,9 @@ class Memory:
     sV: object
     sO: cute.Tensor
     sStat: cute.Tensor
+    share: object  # (4,) int32, of a worker's tiles; None without sequences of different lengths
+    marks: object  # (MARKS + 1,) int32, of tiles to work on again; None without a fixed shift
     tmem: object
-
-
-def packed_view(x, heads_kv):
-    """View (B, S, H, D) as ((H / heads_kv, S), D, heads_kv, B): the row mode that a tile of packed heads cuts."""
-    batch, seqlen, heads, head_dim = x.shape
-    s_batch, s_seqlen, s_head, s_dim = x.stride
-    ratio = heads // heads_kv
-    layout = cute.make_layout(
-        ((ratio, seqlen), head_dim, heads_kv, batch),
-        stride=((s_head, s_seqlen), s_dim, s_head * ratio, s_batch),
-    )
-    return cute.make_tensor(x.iterator, layout)
-
-
-def permuted_view(x, order):
-    """View with the modes of x in another order."""
-    return cute.make_tensor(x.iterator, cute.select(x.layout, mode=order))
 
 
 class ForwardSm100:
@@ -106,14 +108,17 @@ class ForwardSm100:
         def sym(divisibility):
             return cute.sym_int64(divisibility=divisibility)
 
+        c = self.config
         batch, heads, heads_kv = cute.sym_int(), cute.sym_int(), cute.sym_int()
+        # Packed sequences are a batch of one.
+        batch_k = batch if c.cu_q == c.cu_k else cute.sym_int()
         seqlen_q, seqlen_k = cute.sym_int(), cute.sym_int()
         head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
 
         def tensor(*shape):
             strides = (sym(8), sym(8), sym(8), 1)  # TMA: multiples of 16 bytes
             return cute.runtime.make_fake_tensor(
-                element(self.config), shape, stride=strides, assumed_align=16
+                element(c), shape, stride=strides, assumed_align=16
             )
 
         lse = cute.runtime.make_fake_tensor(
@@ -121,29 +126,93 @@ class ForwardSm100:
         )
         tensors = (
             tensor(batch, seqlen_q, heads, head_dim),
-            tensor(batch, seqlen_k, heads_kv, head_dim),
-            tensor(batch, seqlen_k, heads_kv, head_dim_v),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
             tensor(batch, seqlen_q, heads, head_dim_v),
             lse,
         )
+        optional = self._fake_optional(heads)
+        tensors += tuple(optional[name] for name in c.optional_tensors)
+        types = {"scale": Float32, "cap_scale": Float32, "left": Int32, "right": Int32}
+        numbers = tuple(types[name](1) for name in c.numbers)
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-        return (tensors, (Float32(1),), Int32(1), Int32(1), stream)
+        return (tensors, numbers, Int32(1), Int32(1), stream)
+
+    def _fake_optional(self, heads):
+        """Tensors that a config may take after lse, by name."""
+
+        def fake(dtype, shape, stride):
+            align = dtype.width // 8
+            return cute.runtime.make_fake_tensor(dtype, shape, stride=stride, assumed_align=align)
+
+        def any_of(dtype, dims):
+            strides = tuple(cute.sym_int64() for _ in range(dims))
+            return fake(dtype, tuple(cute.sym_int() for _ in range(dims)), strides)
+
+        lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+        return {
+            "sink": fake(Float32, (heads,), (1,)),
+            "alibi_slopes": fake(Float32, (cute.sym_int(), heads), (cute.sym_int64(), 1)),
+            **{name: fake(Int32, (cute.sym_int(),), (1,)) for name in lengths},
+            **{
+                f"{AUX}{i}": any_of(AUX_ELEMENTS[dtype], dims)
+                for i, (dtype, dims) in enumerate(decode_aux(self.config.aux))
+            },
+        }
 
     @cute.jit
     def __call__(
         self,
-        tensors,  # q (B, Sq, H, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv), o (B, Sq, H, Dv), lse (B, H, Sq) float32
-        numbers: tuple,  # (softmax scale,) Float32
+        tensors,  # q (B, Sq, H, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv), o (B, Sq, H, Dv), lse (B, H, Sq) float32, ...
+        numbers: tuple,  # Float32 or Int32, named by the config
         section: Int32,
         workers: Int32,
         stream,
     ):
         """Build layouts and TMA descriptors, and launch."""
         c = self.config
-        q, k, v, o, lse = tensors
+        q, k, v, o, lse, *optional = tensors
+        optional = dict(zip(c.optional_tensors, optional, strict=True))
         heads_kv = k.shape[2]
-        layouts = self._tma_layouts()
-        load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        operands = self._operands(q, k, v, o)
+        grid = Grid(
+            m_blocks=cute.ceil_div(q.shape[1], c.tile_q),
+            groups=cute.ceil_div(q.shape[2] // heads_kv, c.pack),
+            heads_kv=heads_kv,
+            batch=q.shape[0],
+        )
+        total = grid.total
+        if cutlass.const_expr(c.cu_q):  # each sequence may have a tile that is not full
+            sequences = optional["cu_seqlens_q"].shape[0] + 1
+            total = grid.total + sequences * grid.groups * heads_kv
+        numbers = dict(zip(c.numbers, numbers, strict=True))
+        run_time = RunTime(
+            lse=lse,
+            scale=numbers["scale"] if c.natural else None,
+            scale_log2=None if c.natural else numbers["scale"] * LOG2E,
+            cap_scale=numbers.get("cap_scale"),
+            left=numbers.get("left"),
+            right=numbers.get("right"),
+            sink=optional.get("sink"),
+            slopes=optional.get("alibi_slopes"),
+            aux=self._aux(optional),
+            sequences=self._sequences(q, k, optional) if c.varlen else None,
+            v_rows_of_entry=rows_of_entry(v) if c.v_is_ragged else None,
+        )
+        workers = cutlass.min(total, workers // c.ctas)
+        self.kernel(operands, run_time, grid, section, (q.shape[1], k.shape[1])).launch(
+            grid=(workers * c.ctas, 1, 1),
+            cluster=(c.ctas, 1, 1),
+            block=(self.graph.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def _operands(self, q, k, v, o):
+        """Tensors behind TMA descriptors: Q, K, V to load, O to store."""
+        c, layouts, heads_kv = self.config, self._tma_layouts(), k.shape[2]
+        load = cpasync.CopyBulkTensorTileG2SOp(cta_group(c))
+        save = cpasync.CopyBulkTensorTileS2GOp()
 
         def operand(op, tensor, layout, tiler):
             atom, coords = cpasync.make_tiled_tma_atom(
@@ -152,61 +221,71 @@ class ForwardSm100:
             return Operand(atom, coords)
 
         rows = (c.pack, MMA_ROWS // c.pack)
-        operands = (
-            operand(load, packed_view(q, heads_kv), layouts[0], (rows, c.tile_d)),
-            operand(load, permuted_view(k, [1, 3, 2, 0]), layouts[1], (c.tile_n, c.kv_columns)),
-            operand(load, permuted_view(v, [3, 1, 2, 0]), layouts[2], (c.kv_columns, c.tile_n)),
-            operand(save, packed_view(o, heads_kv), layouts[3], (rows, c.tile_dv)),
+        queries = ragged_queries_view(q) if c.cu_q else packed_view(q, heads_kv)
+        keys = permuted_view(k, [1, 3, 2, 0])
+        values = ragged_values_view(v) if c.v_is_ragged else permuted_view(v, [3, 1, 2, 0])
+        out = ragged_packed_view(o, heads_kv) if c.cu_q else packed_view(o, heads_kv)
+        return (
+            operand(load, queries, layouts[0], (rows, c.tile_d)),
+            operand(load, keys, layouts[1], (c.tile_n // c.ctas, c.tile_d)),
+            operand(load, values, layouts[2], (c.tile_dv // c.ctas, c.tile_n)),
+            operand(save, out, layouts[3], (rows, c.tile_dv)),
         )
-        grid = Grid(
-            m_blocks=cute.ceil_div(q.shape[1], c.tile_q),
-            groups=cute.ceil_div(q.shape[2] // heads_kv, c.pack),
-            heads_kv=heads_kv,
-            batch=q.shape[0],
-        )
-        run_time = RunTime(lse, numbers[0] * LOG2E)
-        self.kernel(operands, run_time, grid, section, (q.shape[1], k.shape[1])).launch(
-            grid=(cutlass.min(grid.total, workers), 1, 1),
-            block=(self.graph.threads, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=1,
+
+    @staticmethod
+    def _aux(optional):
+        """Tensors that mods read, or None."""
+        found = tuple(x for name, x in optional.items() if name.startswith(AUX))
+        return found if found else None
+
+    @staticmethod
+    def _sequences(q, k, optional):
+        """Sequences of a call whose lengths are in tensors."""
+        cu_q = optional.get("cu_seqlens_q")
+        return Sequences(
+            batch=q.shape[0] if cu_q is None else cu_q.shape[0] - 1,
+            rows_q=q.shape[1],
+            rows_k=k.shape[1],
+            cu_q=cu_q,
+            cu_k=optional.get("cu_seqlens_k"),
+            used_q=optional.get("seqused_q"),
+            used_k=optional.get("seqused_k"),
         )
 
     def _tma_layouts(self):
-        """Swizzled layouts as TMA fills and reads them: Q (128, tile_d, 2), K, V, O (128, tile_dv, o_slots).
+        """Swizzled layouts as TMA fills and reads them, of one CTA.
 
-        K (tile_n, kv_columns, stages) and V (kv_columns, tile_n, stages) are the same memory.
+        Q (128, tile_d, 2), K (tile_n / ctas, tile_d, stages), V (tile_dv / ctas, tile_n, stages), O (128, tile_dv, o_slots).
+        K and V are the same memory.
         """
         c, dtype = self.config, element(self.config)
         row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        k_tile = (MMA_ROWS, c.tile_n // c.ctas, c.tile_d)
+        v_tile = (MMA_ROWS, c.tile_dv // c.ctas, c.tile_n)
         return (
             hopper.make_smem_layout_a(row, (MMA_ROWS, c.tile_n, c.tile_d), dtype, 2),
-            hopper.make_smem_layout_b(row, (MMA_ROWS, c.tile_n, c.kv_columns), dtype, c.stages),
-            hopper.make_smem_layout_b(column, (MMA_ROWS, c.kv_columns, c.tile_n), dtype, c.stages),
+            self._in_slots(hopper.make_smem_layout_b(row, k_tile, dtype, 1), 2),
+            self._in_slots(hopper.make_smem_layout_b(column, v_tile, dtype, 1), 2),
             hopper.make_smem_layout_epi(dtype, row, (MMA_ROWS, c.tile_dv), c.o_slots),
         )
 
+    def _in_slots(self, layout, modes):
+        """Layout of one block as that of all slots of the ring: a slot has room for the wider of K and V."""
+        c = self.config
+        block = cute.select(layout.outer, mode=list(range(modes)))
+        slots = cute.make_layout(c.stages, stride=c.kv_bytes // ELEMENT_BYTES)
+        return cute.make_composed_layout(layout.inner, 0, cute.append(block, slots))
+
     def _mma_layouts(self):
-        """The same memory as the MMAs read it, (MMA, MMA_M or MMA_N, MMA_K, slots): Q, K, V; and P in tensor memory.
-
-        A slot of the ring may be wider than its block; then only the first columns are read.
-        """
+        """The same memory as the MMAs read it, (MMA, MMA_M or MMA_N, MMA_K, slots): Q, K, V; and P in tensor memory."""
         c, dtype = self.config, element(self.config)
-        qk_tile, pv_tile = (MMA_ROWS, c.tile_n, c.tile_d), (MMA_ROWS, c.tile_dv, c.tile_n)
+        rows = MMA_ROWS * c.ctas
+        qk_tile, pv_tile = (rows, c.tile_n, c.tile_d), (rows, c.tile_dv, c.tile_n)
         qk, pv = make_mma_qk(c), make_mma_pv(c)
-        slot = c.tile_n * c.kv_columns
-
-        def in_slots(layout):
-            outer = cute.append(
-                cute.select(layout.outer, mode=[0, 1, 2]), cute.make_layout(c.stages, stride=slot)
-            )
-            return layout.inner, outer
-
-        q = blackwell.make_smem_layout_a(qk, qk_tile, dtype, 2)
         return (
-            (q.inner, q.outer),
-            in_slots(blackwell.make_smem_layout_b(qk, qk_tile, dtype, 1)),
-            in_slots(blackwell.make_smem_layout_b(pv, pv_tile, dtype, 1)),
+            blackwell.make_smem_layout_a(qk, qk_tile, dtype, 2),
+            self._in_slots(blackwell.make_smem_layout_b(qk, qk_tile, dtype, 1), 3),
+            self._in_slots(blackwell.make_smem_layout_b(pv, pv_tile, dtype, 1), 3),
             blackwell.make_smem_layout_a(pv, pv_tile, dtype, 1).outer,
         )
 
@@ -215,48 +294,105 @@ class ForwardSm100:
         self, operands: tuple, run_time: RunTime, grid: Grid, section: Int32, seqlens: tuple
     ):
         """Allocate, open the rings, and send every warp to its role."""
-        graph, work = self.graph, (grid, section, seqlens)
+        c, graph = self.config, self.graph
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for operand in operands:
                 cpasync.prefetch_descriptor(operand.atom)
-        memory = self._allocate(warp)
+        memory = self._allocate(warp, thread)
+        if cutlass.const_expr(c.varlen):
+            self._find_share(memory, run_time, grid, thread)
+        work = (memory, run_time, grid, section, seqlens)
         correction, mma = graph.role("correction"), graph.role("mma")
         load, store = graph.role("load"), graph.role("store")
         if warp >= mma.warps.start:
             cute.arch.setmaxregister_decrease(mma.registers)
             if warp == load.warps.start:
-                self._run_load(memory, self._tiles(*work), operands)
+                self._run_load(memory, self._tiles(*work), operands, run_time)
             if warp == mma.warps.start:
                 self._run_mma(memory, self._tiles(*work))
             if warp == store.warps.start:
                 self._run_store(memory, self._tiles(*work), operands[3])
         if warp < correction.warps.start:
             cute.arch.setmaxregister_increase(graph.role("softmax0").registers)
-            self._run_softmax(memory, self._tiles(*work), run_time, warp // 4, thread % WARPGROUP)
+            tiles = self._tiles(*work, keeps_place=False)  # registers are scarce there
+            self._run_softmax(memory, tiles, run_time, warp // 4, thread % WARPGROUP)
         if (warp >= correction.warps.start) & (warp < correction.warps.stop):
             cute.arch.setmaxregister_decrease(correction.registers)
-            self._run_correction(memory, self._tiles(*work), thread % WARPGROUP)
+            self._run_correction(memory, self._tiles(*work, keeps_place=False), thread % WARPGROUP)
+        if cutlass.const_expr(
+            c.ctas > 1
+        ):  # neither CTA of a pair ends before the other is through with it
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
-    def _tiles(self, grid, section, seqlens):
+    @cute.jit
+    def _meet_passes(self, warp):
+        idle = warp >= self.graph.role("store").warps.stop
+        if idle | ((warp == self.graph.role("mma").warps.start) & (self._rank() != 0)):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    def _find_share(self, memory, run_time, grid, thread):
+        """Write what this CTA takes of the tiles of sequences to shared memory; all threads together."""
+        threads = self.graph.threads
+        costs = cute.recast_ptr(memory.sK, dtype=cutlass.Int64)
+        tiles = VarlenSchedule(self._blocks(run_time), grid, run_time.sequences)
+        costs = cute.make_tensor(costs, cute.make_layout(threads))
+        share = find_share(tiles, costs, thread, threads, *self._worker())
+        for i, number in enumerate(
+            (share.sequence, share.within, share.end_sequence, share.end_within)
+        ):
+            memory.share[i] = number
+        cute.arch.sync_threads()
+
+    def _blocks(self, run_time):
+        return self.config.blocks(run_time.left, run_time.right)
+
+    def _tiles(self, memory, run_time, grid, section, seqlens, keeps_place=True):
         """This CTA's tiles. Made for every role, or the CTA's number would lie on the stack meanwhile."""
-        worker, _, _ = cute.arch.block_idx()
-        workers, _, _ = cute.arch.grid_dim()
-        return TileSchedule(self.config.blocks(), grid, section, worker, workers, *seqlens)
+        blocks = self._blocks(run_time)
+        if self.config.varlen:
+            schedule = VarlenSchedule(blocks, grid, run_time.sequences, keeps_place=keeps_place)
+            return SequenceTiles(schedule, memory.share)
+        schedule = TileSchedule(blocks, grid, section, *self._worker(), *seqlens)
+        if self.config.fixed_shift:
+            return MarkedTiles(self.config, schedule, memory.marks)
+        return schedule
 
-    def _allocate(self, warp):
+    def _worker(self):
+        """Number of this CTA, or of its pair, and of all."""
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        return block // self.config.ctas, blocks // self.config.ctas
+
+    def _rank(self):
+        """Rank of this CTA in its pair; 0 of one that works alone."""
+        if self.config.ctas == 1:
+            return 0
+        block, _, _ = cute.arch.block_idx()
+        return block % self.config.ctas
+
+    def _allocate(self, warp, thread):
         """Shared memory, barriers and the ends of rings; all threads meet here."""
         graph, smem = self.graph, SmemAllocator()
         sizes = {b.name: b.nbytes for b in graph.buffers}
         base = {name: smem.allocate(n, byte_alignment=SMEM_ALIGN) for name, n in sizes.items()}
         rings = {
-            ring.name: open_ring(ring, smem.allocate_array(Int64, 2 * ring.stages))
+            ring.name: open_ring(
+                ring, smem.allocate_array(Int64, 2 * ring.stages), self.config.ctas
+            )
             for ring in graph.rings
         }
         first = smem.allocate_array(Int64, len(graph.signals))
         barriers = {signal.name: first + i for i, signal in enumerate(graph.signals)}
         self._init_signals(warp, barriers)
+        share = self._integers(base.get("share"), 4)
+        marks = self._integers(base.get("marks"), MARKS + 1)
+        if self.config.fixed_shift:
+            self._clear(marks, thread)
+        ended = smem.allocate_array(Int64, 1) if self.config.ctas > 1 else None
         users = ("softmax0", "softmax1", "correction", "mma")
         tmem = TmemAllocator(
             smem.allocate_array(Int32, 1),
@@ -264,14 +400,31 @@ class ForwardSm100:
                 BARRIER_TMEM, sum(graph.role(name).threads for name in users)
             ),
             allocator_warp_id=graph.role("correction").warps.start,
+            is_two_cta=self.config.ctas > 1,
+            two_cta_tmem_dealloc_mbar_ptr=ended,
         )
-        pipeline.pipeline_init_arrive(cute.make_layout((1, 1)))
-        pipeline.pipeline_init_wait(cute.make_layout((1, 1)))
+        ctas = cute.make_layout((self.config.ctas, 1))
+        pipeline.pipeline_init_arrive(ctas)
+        pipeline.pipeline_init_wait(ctas)
         sO = self._smem_tensor(base["o"], self._tma_layouts()[3])
         stat = cute.make_tensor(
             cute.recast_ptr(base["stat"], dtype=Float32), cute.make_layout((MMA_ROWS, 2, 2))
         )
-        return Memory(rings, barriers, base["q"], base["kv"], base["kv"], sO, stat, tmem)
+        return Memory(
+            rings, barriers, base["q"], base["kv"], base["kv"], sO, stat, share, marks, tmem
+        )
+
+    @staticmethod
+    def _integers(pointer, count):
+        """Int32 tensor at a byte pointer; None where there is no such buffer."""
+        if pointer is None:
+            return None
+        return cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout(count))
+
+    @cute.jit
+    def _clear(self, marks, thread):
+        if thread <= MARKS:
+            marks[thread] = 0
 
     @cute.jit
     def _init_signals(self, warp, barriers: cutlass.Constexpr):
@@ -282,21 +435,20 @@ class ForwardSm100:
 
     def _smem_tensor(self, pointer, layout):
         """Tensor at a byte pointer with a swizzled layout."""
-        inner, outer = layout if isinstance(layout, tuple) else (layout.inner, layout.outer)
-        pointer = cute.recast_ptr(pointer, swizzle_=inner, dtype=element(self.config))
-        return cute.make_tensor(pointer, outer)
+        pointer = cute.recast_ptr(pointer, swizzle_=layout.inner, dtype=element(self.config))
+        return cute.make_tensor(pointer, layout.outer)
 
-    def _run_load(self, memory, tiles, operands):
+    def _run_load(self, memory, tiles, operands, run_time):
         c, layouts = self.config, self._tma_layouts()
         sQ, sK, sV = (
             self._smem_tensor(pointer, layout)
             for pointer, layout in zip((memory.sQ, memory.sK, memory.sV), layouts)
         )
-        ops = LoadOps(c, tiles, *operands[:3], sQ, sK, sV)
+        ops = LoadOps(c, tiles, operands[:3], run_time, self._rank(), sQ, sK, sV)
         self.roles.load(ops, tiles, memory.rings["q"][0], memory.rings["kv"][0])
 
     def _run_store(self, memory, tiles, o):
-        ops = StoreOps(self.config, tiles, o, memory.sO)
+        ops = StoreOps(self.config, tiles, o, self._rank(), memory.sO)
         self.roles.store(ops, tiles, memory.rings["o"][1])
 
     def _run_mma(self, memory, tiles):
@@ -311,14 +463,21 @@ class ForwardSm100:
         raises = {name: self._raise(memory, name) for name in ("s0", "s1", "o0", "o1")}
         waits = {name: self._wait(memory, name) for name in ("p0", "p1", "t0", "t1")}
         ends = MmaEnds(q=memory.rings["q"][1], kv=memory.rings["kv"][1], **raises, **waits)
-        self.roles.mma(ops, tiles, ends)
+        self._lead(ops, tiles, ends)
+
+    @cute.jit
+    def _lead(self, ops, tiles, ends):
+        """The leader of a pair issues the MMAs of both CTAs."""
+        if self._rank() == 0:
+            self.roles.mma(ops, tiles, ends)
 
     def _run_softmax(self, memory, tiles, run_time, q_tile, thread):
         memory.tmem.wait_for_alloc()
         pointer = memory.tmem.retrieve_ptr(Float32)
         ops = SoftmaxOps(
-            self.config, self.graph.tmem, tiles, pointer, memory.sStat, run_time.lse,
-            run_time.scale_log2, q_tile, thread,
+            self.config, self.graph.tmem, tiles, pointer, memory.sStat, run_time, q_tile,
+            self._rank(), thread,
+            cute.make_rmem_tensor(1, Float32) if self.config.alibi else None,
         )  # fmt: skip
         ends = SoftmaxEnds(
             **{name: self._wait(memory, name + "0", q_tile) for name in ("s", "f")},
@@ -330,7 +489,9 @@ class ForwardSm100:
         memory.tmem.allocate(TMEM_COLUMNS)
         memory.tmem.wait_for_alloc()
         pointer = memory.tmem.retrieve_ptr(Float32)
-        ops = CorrectionOps(self.config, self.graph.tmem, pointer, memory.sStat, memory.sO, thread)
+        ops = CorrectionOps(
+            self.config, self.graph.tmem, tiles, pointer, memory.sStat, memory.sO, thread
+        )
         waits = ("m0", "m1", "o0", "o1", "l0", "l1")
         ends = CorrectionEnds(
             o=memory.rings["o"][0],
@@ -347,7 +508,8 @@ class ForwardSm100:
         return memory.barriers[name] + q_tile * (len(self.graph.signals) // 2)
 
     def _raise(self, memory, name, q_tile=0):
-        return Raise(self._barrier(memory, name, q_tile), self._signal(name).kind)
+        barrier = self._barrier(memory, name, q_tile)
+        return Raise(barrier, self._signal(name).kind, self.config.ctas)
 
     def _wait(self, memory, name, q_tile=0):
         return Wait(self._barrier(memory, name, q_tile), self._signal(name).credit)

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
-from flash4.common.geometry import KvBlocks, Phase, imax
+from flash4.common.geometry import KvBlocks, Phase, imax, imin
+from flash4.common.mods import AUX, decode_aux
 from flash4.sm100.fwd_graph import (
+    LEADER,
     THREADS,
     TMA,
     UMMA,
@@ -28,7 +30,21 @@ CHUNK = 32  # columns of S that softmax converts and stores at a time
 MAX_HEAD_DIM, MAX_HEAD_DIM_V = 192, 128
 MAX_STAGES = 6
 STAT_BYTES = 2 * Q_TILES * MMA_ROWS * 4  # per row: the factor of O, and the inverse row sum
+LARGEST_TOTAL = 2.0**64  # row sum up to which P of a fixed shift is trusted, if O is finite too
+MARKS = 127  # marks of tiles to work on again: one per wave, modulo this, and one for all
+MARKS_BYTES = 4 * (MARKS + 1)
+SHARE_BYTES = 16  # of the tiles of sequences: first and last
 REGISTERS = (192, 80, 48)  # softmax, correction, the others
+FEATURE_REGISTERS = (
+    200,
+    64,
+    48,
+)  # windows, mods, sequences and the like keep more beside a row of S
+PAIRED_DIM_V = 128  # halves of V are one group of columns under the swizzle
+PAIRED_CAUSAL = (
+    8_192  # queries from which on a pair's hidden blocks cost less than it gains, by the clock
+)
+PAIRED_WASTE = 1.05  # rows that a pair may pad in excess of what one CTA would
 PACKS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -44,11 +60,27 @@ class ForwardConfig:
         pack: query heads that share a tile's rows; a power of two, at most 64. Row ``r`` of a tile holds query
             ``r // pack`` of head ``r % pack`` of its group.
         negate: the softmax scale is negative: scores are negated before the maximum.
+        ctas: CTAs that work on a tile together: 1, or a pair, whose MMAs have 256 rows. Each CTA of a pair has its own
+            rows, and loads half of the keys of K and half of the columns of V.
         tile_n: keys per block.
         stages: slots of the ring that K and V share.
         o_slots: tiles of O that wait in shared memory for their store.
         poly: exponentials of every 16 that the FMA units compute, instead of the special function unit; even.
         head: columns of P that P V may begin with, before the last ones are there.
+        fixed_shift: in blocks without a mask the softmax shift stays what it is, unlooked at. A tile with a row that
+            outgrew it is worked on again, at the end, with a look at every block.
+        left: a window limits the keys before a query's own position; its side is a run-time value.
+        right: a window limits the keys after it, and lets some through (none is ``causal``).
+        softcap: scores are capped: cap * tanh(scale * score / cap), with the cap a run-time value.
+        sink: each query head has a logit that adds to the denominator only.
+        alibi: scores lose a slope of their head times the distance between query and key.
+        score_mod: key of the callable that changes scores (``common.mods``); 0 is none.
+        mask_mod: key of the callable that hides keys; 0 is none.
+        aux: types of the tensors that those read (``encode_aux``).
+        cu_q: queries of all sequences are packed, (total, heads, head_dim); cumulative lengths say where each begins.
+        cu_k: the same of keys and values.
+        used_q: not all stored queries of a sequence are in use; the others give 0.
+        used_k: not all stored keys of a sequence are in use; the others are never seen.
     """
 
     bf16: bool
@@ -57,11 +89,25 @@ class ForwardConfig:
     causal: bool
     pack: int = 1
     negate: bool = False
+    ctas: int = 1
     tile_n: int = 128
     stages: int = 3
     o_slots: int = 2
     poly: int = 4
     head: int = 96
+    fixed_shift: bool = False
+    left: bool = False
+    right: bool = False
+    softcap: bool = False
+    sink: bool = False
+    alibi: bool = False
+    score_mod: int = 0
+    mask_mod: int = 0
+    aux: int = 0
+    cu_q: bool = False
+    cu_k: bool = False
+    used_q: bool = False
+    used_k: bool = False
 
     def __post_init__(self):
         dims = (self.tile_d, self.tile_dv)
@@ -84,11 +130,44 @@ class ForwardConfig:
             raise ValueError(f"head is {self.head}; multiples of {CHUNK} below {self.tile_n}")
         if self.pack not in PACKS:
             raise ValueError(f"pack is {self.pack}; supported are {PACKS}")
+        if self.fixed_shift and not self.bf16:
+            raise ValueError("fixed_shift needs bf16: P would leave the range of float16")
+        if self.fixed_shift and (self.varlen or self.score_mod or self.mask_mod):
+            raise ValueError(
+                "fixed_shift needs sequences of one length, and no mods: each row sees a masked key"
+            )
+        if self.ctas not in (1, 2) or self.ctas == 2 and self.tile_dv % (2 * COLUMN_STEP):
+            raise ValueError(
+                f"ctas is {self.ctas}, tile_dv {self.tile_dv}: 1, or 2 where halves of V are multiples of {COLUMN_STEP}"
+            )
+        if self.causal and self.right:
+            raise ValueError("causal and right exclude each other: causal is a right side of 0")
+
+    @property
+    def varlen(self) -> bool:
+        """Sequences differ in length."""
+        return self.cu_q or self.cu_k or self.used_q or self.used_k
+
+    @property
+    def featured(self) -> bool:
+        """Softmax has more to do than a plain mask."""
+        given = (self.left, self.right, self.softcap, self.sink, self.natural, self.mask_mod)
+        return any(given) or self.varlen
+
+    @property
+    def natural(self) -> bool:
+        """Verbs scale scores one by one, in natural units, to add what depends on the place of query and key."""
+        return self.alibi or self.score_mod != 0
+
+    @property
+    def v_is_ragged(self) -> bool:
+        """Values may lie in memory behind the keys in use, where a tile's last block would read them."""
+        return self.cu_k or self.used_k
 
     @property
     def tile_m(self) -> int:
-        """Rows of one CTA's tile: two Q tiles."""
-        return Q_TILES * MMA_ROWS
+        """Rows of a tile: two Q tiles of each CTA."""
+        return Q_TILES * MMA_ROWS * self.ctas
 
     @property
     def cluster(self) -> int:
@@ -97,19 +176,23 @@ class ForwardConfig:
 
     @property
     def tile_q(self) -> int:
-        """Queries of one CTA's tile."""
+        """Queries of a tile."""
         return self.tile_m // self.pack
 
     def blocks(self, left=None, right=None) -> KvBlocks:
-        """Which KV blocks a tile visits; this kernel knows no windows."""
-        if (left, right) != (None, None):
+        """Which KV blocks a tile visits; the sides of the window are those that the config says there are."""
+        if (left is not None, right is not None) != (self.left, self.right):
             raise ValueError(f"window ({left}, {right}) for {self}")
-        return KvBlocks(self.tile_q, self.tile_n, self.causal)
+        return KvBlocks(self.tile_q, self.tile_n, self.causal, left, right)
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """Numbers that the launch takes, in order."""
-        return ("scale",)
+        """Numbers that the launch takes, in order.
+
+        ``scale`` is the factor of a score, or the cap; ``cap_scale`` the factor of a score within the cap.
+        """
+        given = {"cap_scale": self.softcap, "left": self.left, "right": self.right}
+        return ("scale", *(name for name, present in given.items() if present))
 
     @property
     def counted(self):
@@ -118,27 +201,55 @@ class ForwardConfig:
 
     @property
     def optional_tensors(self) -> tuple[str, ...]:
-        """Tensors that the launch takes after q, k, v, out and lse."""
-        return ()
+        """Tensors that the launch takes after q, k, v, out and lse, in order."""
+        given = {
+            "sink": self.sink,
+            "alibi_slopes": self.alibi,
+            "cu_seqlens_q": self.cu_q,
+            "cu_seqlens_k": self.cu_k,
+            "seqused_q": self.used_q,
+            "seqused_k": self.used_k,
+        }
+        aux = (f"{AUX}{i}" for i in range(len(decode_aux(self.aux))))
+        return (*(name for name, present in given.items() if present), *aux)
 
-    def first_query(self, tile, q_tile):
-        """First query of a Q tile; dual-mode, as the next."""
-        return tile.m_block * self.tile_q + q_tile * (MMA_ROWS // self.pack)
+    def part(self, q_tile, rank):
+        """Which 128 rows of a tile are those of a CTA's Q tile: MMAs of a pair take one after the other."""
+        return q_tile * self.ctas + rank
 
-    def phases(self, tile, q_tile, tiles) -> tuple[Phase, ...]:
-        """Blocks of a tile as one Q tile sees them, counted from the last: those with a mask, then the others.
+    def first_query(self, tile, part):
+        """First query of a part; dual-mode, as the next."""
+        return tile.m_block * self.tile_q + part * (MMA_ROWS // self.pack)
 
-        The first is always masked. Once through the masked ones, each row has seen a key, or sees none.
+    def phases(self, tile, part, tiles) -> tuple[Phase, ...]:
+        """Blocks of a tile as one part sees them, counted from the last.
+
+        Those with a mask at their right come first, then those without, then those with a mask at their left. The first
+        block is always masked: the keys may end in it.
         """
-        if not self.causal:
-            return (Phase(0, 1, True), Phase(1, tile.n_blocks, False))
-        unmasked = tiles.blocks.unmasked(self.first_query(tile, q_tile), *tiles.lengths(tile))
-        cut = imax(tile.n_blocks - unmasked, 1)
-        return (Phase(0, cut, True), Phase(cut, tile.n_blocks, False))
+        blocks, lengths, count = tiles.blocks, tiles.lengths(tile), tile.n_blocks
+        if not (self.left or blocks.ends_early):
+            return (Phase(0, 1, True), *self._unmasked_phases(tile, 1, count))
+        first_query, end, cut = self.first_query(tile, part), tile.first_block + count, 1
+        if blocks.ends_early:
+            cut = imax(end - blocks.unmasked(first_query, *lengths), 1)
+        if not self.left:
+            return (Phase(0, cut, True), *self._unmasked_phases(tile, cut, count))
+        last_query, cut = first_query + MMA_ROWS // self.pack - 1, imin(cut, count)
+        late = imin(imax(end - blocks.unmasked_from(last_query, *lengths), cut), count)
+        unmasked = self._unmasked_phases(tile, cut, late)
+        return (Phase(0, cut, True), *unmasked, Phase(late, count, True))
+
+    def _unmasked_phases(self, tile, begin, end) -> tuple[Phase, ...]:
+        """With a fixed shift the first time, if the config says so, and none the second time."""
+        if not self.fixed_shift:
+            return (Phase(begin, end, False),)
+        cut = end - tile.again * imax(end - begin, 0)
+        return (Phase(begin, cut, False, fixed=True), Phase(cut, end, False))
 
     @property
     def kv_columns(self) -> int:
-        """Columns of a slot that holds a block of K, or one of V: the wider of the two."""
+        """Columns of a slot that holds a block of K, or one of V: those of the wider."""
         return max(self.tile_d, self.tile_dv)
 
     @property
@@ -149,7 +260,17 @@ class ForwardConfig:
     @property
     def kv_bytes(self) -> int:
         """Bytes of one slot of K or V."""
-        return self.tile_n * self.kv_columns * ELEMENT_BYTES
+        return self.tile_n * self.kv_columns // self.ctas * ELEMENT_BYTES
+
+    @property
+    def k_bytes(self) -> int:
+        """Bytes of one CTA's part of a block of K."""
+        return self.tile_n * self.tile_d // self.ctas * ELEMENT_BYTES
+
+    @property
+    def v_bytes(self) -> int:
+        """Bytes of one CTA's part of a block of V."""
+        return self.tile_n * self.tile_dv // self.ctas * ELEMENT_BYTES
 
     @property
     def o_bytes(self) -> int:
@@ -164,9 +285,9 @@ class ForwardConfig:
     @property
     def graph(self) -> Graph:
         """Roles, rings, signals and memory."""
-        softmax, others = REGISTERS[0], REGISTERS[2]
+        softmax, corrections, others = FEATURE_REGISTERS if self.featured else REGISTERS
         soft = (Role("softmax0", range(0, 4), softmax), Role("softmax1", range(4, 8), softmax))
-        correction = Role("correction", range(8, 12), REGISTERS[1])
+        correction = Role("correction", range(8, 12), corrections)
         mma = Role("mma", range(12, 13), others)
         load = Role("load", range(13, 14), others)
         store = Role("store", range(14, 15), others)
@@ -184,17 +305,21 @@ class ForwardConfig:
                 Buffer("kv", self.stages * self.kv_bytes),
                 Buffer("o", self.o_slots * self.o_bytes),
                 Buffer("stat", STAT_BYTES),
+                *([Buffer("share", SHARE_BYTES)] if self.varlen else []),
+                *([Buffer("marks", MARKS_BYTES)] if self.fixed_shift else []),
             ),
             tmem=TmemMap(self.tile_n, self.tile_dv),
+            ctas=self.ctas,
         )
 
     def _signals(self, i: int, soft: Role, correction: Role, mma: Role) -> tuple[Signal, ...]:
         """Events of one Q tile; ``docs/kernels/sm100-fwd.md`` says why each cover holds."""
         s, p, t, o, m, last, read = (f"{name}{i}" for name in "sptomlf")
+        to_mma = LEADER if self.ctas > 1 else THREADS
         return (
             Signal(s, (mma,), soft, UMMA, (p,)),
-            Signal(p, (soft, correction), mma, THREADS, (s, m)),
-            Signal(t, (soft,), mma, THREADS, (s,)),
+            Signal(p, (soft, correction), mma, to_mma, (s, m)),
+            Signal(t, (soft,), mma, to_mma, (s,)),
             Signal(o, (mma,), correction, UMMA, (p,)),
             Signal(m, (soft,), correction, THREADS, (p, s)),
             Signal(last, (soft,), correction, THREADS, (read,)),
@@ -210,17 +335,7 @@ def can_implement(problem) -> str | None:
     ):
         if size > limit:
             return f"{name} {size} exceeds {limit}: two tiles of S and O would not fit their memory"
-    absent = {
-        "windows": problem.window_left or problem.window_right,
-        "softcap": problem.softcap,
-        "learnable_sink": problem.sink,
-        "alibi_slopes": problem.alibi,
-        "score_mod": problem.score_mod,
-        "mask_mod": problem.mask_mod,
-        "sequences of different lengths (cu_seqlens, seqused)": problem.varlen,
-    }
-    missing = [name for name, wanted in absent.items() if wanted]
-    return f"not built yet: {', '.join(missing)}" if missing else None
+    return None
 
 
 def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
@@ -229,6 +344,7 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
 
     tile_d, tile_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     pack, why_pack = choose_pack(problem)
+    ctas, why_ctas = choose_ctas(problem, tile_d, tile_dv, pack)
     fields = {
         "bf16": problem.dtype == torch.bfloat16,
         "tile_d": tile_d,
@@ -236,12 +352,70 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
         "causal": problem.causal,
         "pack": pack,
         "negate": problem.negative_scale,
+        "ctas": ctas,
+        "left": problem.window_left,
+        "right": problem.window_right,
+        "softcap": problem.softcap,
+        "sink": problem.sink,
+        "alibi": problem.alibi,
+        "score_mod": problem.score_mod,
+        "mask_mod": problem.mask_mod,
+        "aux": problem.aux,
+        "cu_q": problem.cu_q,
+        "cu_k": problem.cu_k,
+        "used_q": problem.used_q,
+        "used_k": problem.used_k,
     }
+    fields["fixed_shift"], why_shift = choose_shift(fields)
     config, why_memory = spend_memory(fields)
     share = (
         f"{config.poly} of 16 exponentials on the FMA units: the special function unit is the limit"
     )
-    return config, (why_memory, share, why_pack)
+    return config, (why_ctas, why_memory, why_shift, share, why_pack)
+
+
+def choose_shift(fields: dict) -> tuple[bool, str]:
+    """Whether the softmax shift is fixed in blocks without a mask, and the reason."""
+    if not fields["bf16"]:
+        return False, "the softmax shift follows the maximum: P would leave the range of float16"
+    special = (
+        "left",
+        "right",
+        "alibi",
+        "score_mod",
+        "mask_mod",
+        "cu_q",
+        "cu_k",
+        "used_q",
+        "used_k",
+    )
+    if any(fields[name] for name in special):
+        return False, "the softmax shift follows the maximum, as with all but plain masks"
+    why = "a fixed softmax shift in blocks without a mask; what outgrows it is done again"
+    return True, why
+
+
+def choose_ctas(problem, tile_d: int, tile_dv: int, pack: int) -> tuple[int, str]:
+    """CTAs that work on a tile together, and the reason."""
+    if tile_dv != PAIRED_DIM_V or tile_d < PAIRED_DIM_V:
+        return 1, "one CTA per tile: halves of a block of K and V would be too narrow"
+    if problem.window_left or problem.window_right:
+        return (
+            1,
+            "one CTA per tile: in a window a pair's tile of twice the rows visits hidden blocks",
+        )
+    if problem.causal and tile_d == PAIRED_DIM_V and problem.seqlen_q < PAIRED_CAUSAL:
+        return (
+            1,
+            f"one CTA per tile: below {PAIRED_CAUSAL} queries a pair's hidden blocks cost more",
+        )
+    if problem.varlen:
+        return 1, "one CTA per tile: sequences may be shorter than a pair's rows"
+    rows, tile = problem.seqlen_q * pack, Q_TILES * MMA_ROWS
+    padded, paired = (-(-rows // n) * n for n in (tile, 2 * tile))
+    if paired > padded * PAIRED_WASTE:
+        return 1, f"one CTA per tile: a pair would work on {paired} rows where there are {rows}"
+    return 2, "a pair of CTAs per tile: each loads and reads half of K and V"
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -269,6 +443,8 @@ def choose_pack(problem) -> tuple[int, str]:
         return 1, "one query head per KV head: nothing to pack"
     if problem.pack_gqa is False:
         return 1, "the caller wants heads unpacked"
+    if problem.cu_q and ratio not in PACKS:
+        return 1, "packed queries: the loads know no bound for the heads of a group"
     all_heads = next((p for p in PACKS if p >= ratio), PACKS[-1])
     candidates = (all_heads,) if problem.pack_gqa else (1, all_heads)
 

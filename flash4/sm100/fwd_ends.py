@@ -13,23 +13,28 @@ from cutlass.cute.nvgpu import tcgen05
 from cutlass.experimental import primitives
 
 from flash4.common.dsl import check_carried
-from flash4.sm100.fwd_graph import TMA, UMMA, Ring
+from flash4.sm100.fwd_graph import LEADER, TMA, UMMA, Ring
+
+LEADING_CTA, BOTH_CTAS = 0, 0b11  # rank, and mask, in a pair
 
 
 class Raise:
     """Raisers' end of a signal."""
 
-    def __init__(self, barrier, kind: str):
-        self.barrier, self.kind = barrier, kind
+    def __init__(self, barrier, kind: str, ctas: int):
+        self.barrier, self.kind, self.ctas = barrier, kind, ctas
 
     def post(self):
-        """Arrive: all threads of the role now, or the tensor core once its MMAs so far are done."""
+        """Arrive: all threads of the role now, or the tensor core once its MMAs so far are done, in both CTAs."""
         if self.kind == UMMA:
             with cute.arch.elect_one():
-                tcgen05.commit(self.barrier)
+                if self.ctas > 1:
+                    tcgen05.commit(self.barrier, BOTH_CTAS, tcgen05.CtaGroup.TWO)
+                else:
+                    tcgen05.commit(self.barrier)
         else:
             primitives.tcgen05_fence("before_thread_sync")
-            cute.arch.mbarrier_arrive(self.barrier)
+            cute.arch.mbarrier_arrive(self.barrier, LEADING_CTA if self.kind == LEADER else None)
 
     def __extract_mlir_values__(self):
         return []
@@ -60,13 +65,17 @@ class Wait:
 
 
 class TmaUmma(pipeline.PipelineTmaUmma):
-    """The DSL's ring; in 4.8.1 its own ``producer_commit`` does not take what a slot's ``commit`` passes."""
+    """The DSL's ring, but who fills a slot announces its bytes: K and V have not the same."""
+
+    def producer_acquire(self, state, try_acquire_token=None, *, loc=None, ip=None):
+        """Wait until a slot is empty."""
+        self.sync_object_empty.wait(state.index, state.phase, loc=loc, ip=ip)
 
     def producer_commit(self, state, *, loc=None, ip=None):
         """Nothing: the bytes of the copies complete a slot."""
 
 
-def open_ring(ring: Ring, barriers):
+def open_ring(ring: Ring, barriers, ctas: int):
     """Producer's and consumer's end of a ring."""
     groups = [pipeline.CooperativeGroup(pipeline.Agent.Thread, n) for n in ring.arrivals]
     arguments = {
@@ -78,7 +87,8 @@ def open_ring(ring: Ring, barriers):
     }
     if ring.kinds[0] != TMA:
         return pipeline.PipelineAsync.create(**arguments).make_participants()
-    made = pipeline.PipelineTmaUmma.create(**arguments, tx_count=ring.stage_bytes)
+    layout = cute.make_layout((ctas, 1, 1, 1))
+    made = pipeline.PipelineTmaUmma.create(**arguments, tx_count=0, cta_layout_vmnk=layout)
     fields = {name: getattr(made, name) for name in made.__dataclass_fields__}
     return TmaUmma(**fields).make_participants()
 

@@ -12,11 +12,14 @@ from cutlass import Float32, Int32
 QUARTIC = (0.0134266842, 0.0522424743, 0.241280205, 0.693044845, 1.0)  # of f^4 ... 1
 ROUNDER = 12_582_912.0  # 1.5 2^23: adding it leaves the integer part in the low bits
 LOWEST = -127.0  # 2^-127 comes out as 0
+HIGHEST = 127.0  # beyond, the exponent field would overflow
 
 
-def exp2_on_fma(x0, x1):
-    """2^x of a pair, for x below 128."""
+def exp2_on_fma(x0, x1, bounded: bool):
+    """2^x of a pair; if it is not known that x is below 128, of at most ``HIGHEST``."""
     x = (cute.arch.fmax(x0, LOWEST), cute.arch.fmax(x1, LOWEST))
+    if not bounded:
+        x = (cute.arch.fmin(x[0], HIGHEST), cute.arch.fmin(x[1], HIGHEST))
     shifted = cute.arch.add_packed_f32x2(x, (ROUNDER, ROUNDER), rnd="rm")
     whole = cute.arch.sub_packed_f32x2(shifted, (ROUNDER, ROUNDER))
     f = cute.arch.sub_packed_f32x2(x, whole)

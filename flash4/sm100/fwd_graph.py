@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from flash4.common.graph import BARRIER_BYTES, WARP, WARPGROUP, launch_registers
 
 TMEM_COLUMNS = 512
-TMA, UMMA, THREADS = "tma", "umma", "threads"  # who moves a ring or raises a signal
+# Who moves a ring or raises a signal; threads of both CTAs of a pair raise those of its leader.
+TMA, UMMA, THREADS, LEADER = "tma", "umma", "threads", "leader"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Ring:
         consumer: role that reads it.
         kinds: who arrives at "full" and who at "empty": TMA or threads, MMA commits or threads.
         stages: slots.
-        stage_bytes: of one slot; of a ring that TMA fills also what one fill delivers.
+        stage_bytes: of one slot.
     """
 
     name: str
@@ -74,7 +75,7 @@ class Signal:
         name: of the signal.
         raisers: roles that arrive; a phase needs all of them.
         waiter: role that waits.
-        kind: arrivals of threads, or the commit of an MMA.
+        kind: arrivals of threads, of those of both CTAs of a pair, or the commit of an MMA.
         covered_by: edges that together keep every raiser from the next phase until the waiter has seen this one.
         credit: phases that count as complete from the start.
     """
@@ -89,7 +90,8 @@ class Signal:
     @property
     def arrivals(self) -> int:
         """Arrivals of one phase."""
-        return 1 if self.kind == UMMA else sum(role.threads for role in self.raisers)
+        threads = sum(role.threads for role in self.raisers)
+        return {UMMA: 1, THREADS: threads, LEADER: 2 * threads}[self.kind]
 
 
 @dataclass(frozen=True)
@@ -128,13 +130,14 @@ class TmemMap:
 
 @dataclass(frozen=True)
 class Graph:
-    """Roles, edges and memory of one kernel."""
+    """Roles, edges and memory of one kernel, for each of the CTAs that work together."""
 
     roles: tuple[Role, ...]
     rings: tuple[Ring, ...]
     signals: tuple[Signal, ...]
     buffers: tuple[Buffer, ...]
     tmem: TmemMap
+    ctas: int = 1
 
     def role(self, name: str) -> Role:
         """Return the role called ``name``."""
@@ -159,8 +162,11 @@ class Graph:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of one CTA: buffers, barriers, and the word that holds the address of tensor memory."""
-        barriers = 2 * sum(ring.stages for ring in self.rings) + len(self.signals)
+        """Shared memory of one CTA: buffers, barriers, and the word that holds the address of tensor memory.
+
+        A pair has one more barrier, for the end of that memory.
+        """
+        barriers = 2 * sum(ring.stages for ring in self.rings) + len(self.signals) + self.ctas - 1
         return sum(b.nbytes for b in self.buffers) + BARRIER_BYTES * (barriers + 1)
 
     def addresses(self) -> dict[str, int]:

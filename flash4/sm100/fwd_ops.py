@@ -9,13 +9,16 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as blackwell
-from cutlass import BFloat16, Float16, Float32
+from cutlass import BFloat16, Float16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
-from flash4.common import numerics
-from flash4.common.numerics import LN2, RESCALE_THRESHOLD_LOG2
-from flash4.sm100.fwd_config import CHUNK, KEY_STEP, MMA_ROWS, ForwardConfig
+from flash4.common import mods, numerics
+from flash4.common.geometry import imax, imin
+from flash4.common.mods import SeqlenInfo
+from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
+from flash4.sm100.fwd_config import CHUNK, KEY_STEP, LARGEST_TOTAL, MMA_ROWS, ForwardConfig
 from flash4.sm100.fwd_exp import exp2_on_fma
+from flash4.sm100.fwd_views import WRAP
 
 PIECE = 8  # 16-bit elements that a thread stores to shared memory at a time
 UNROLLED_DIM = 128  # head dim up to which the slices of Q K^T are unrolled
@@ -27,11 +30,16 @@ def element(config):
     return BFloat16 if config.bf16 else Float16
 
 
+def cta_group(c: ForwardConfig):
+    """Whether MMAs and loads are those of one CTA, or of a pair."""
+    return tcgen05.CtaGroup.TWO if c.ctas > 1 else tcgen05.CtaGroup.ONE
+
+
 def make_mma_qk(c: ForwardConfig):
     """Tiled MMA of S = Q K^T, both from shared memory. Made where it is used: then its descriptor is a literal."""
     return blackwell.make_trivial_tiled_mma(
         element(c), element(c), OperandMajorMode.K, OperandMajorMode.K, Float32,
-        tcgen05.CtaGroup.ONE, (MMA_ROWS, c.tile_n),
+        cta_group(c), (MMA_ROWS * c.ctas, c.tile_n),
     )  # fmt: skip
 
 
@@ -39,7 +47,7 @@ def make_mma_pv(c: ForwardConfig):
     """Tiled MMA of O += P V, P from tensor memory."""
     return blackwell.make_trivial_tiled_mma(
         element(c), element(c), OperandMajorMode.K, OperandMajorMode.MN, Float32,
-        tcgen05.CtaGroup.ONE, (MMA_ROWS, c.tile_dv), tcgen05.OperandSource.TMEM,
+        cta_group(c), (MMA_ROWS * c.ctas, c.tile_dv), tcgen05.OperandSource.TMEM,
     )  # fmt: skip
 
 
@@ -51,12 +59,32 @@ class Operand:
     tensor: cute.Tensor
 
 
-def tma_load(atom, gX, sX, slot):
-    """Start the bulk copy of one tile into ``slot``; its barrier completes when the bytes have landed."""
-    tXsX, tXgX = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
-    )
-    cute.copy(atom, tXgX, tXsX[None, slot.index], tma_bar_ptr=slot.barrier)
+@dataclass(frozen=True)
+class RunTime:
+    """What crosses the launch besides operands and grid; None where the config has no such feature."""
+
+    lse: cute.Tensor  # (B, H, Sq), float32
+    scale: object  # factor of a score, or of the tanh that caps it, Float32; None if only scale_log2 is needed
+    scale_log2: object  # the same in log2 units; None if verbs scale scores one by one
+    cap_scale: object  # factor of a score within the tanh, Float32
+    left: object  # sides of the window, Int32
+    right: object
+    sink: object  # (H,), float32
+    slopes: object  # (B, H), float32
+    aux: object  # tuple of tensors that mods read
+    sequences: object  # Sequences; None where all are as long as their tensors
+    v_rows_of_entry: object  # rows from one batch entry of V to the next, Int32
+
+
+@cute.jit
+def announce(slot, nbytes: cutlass.Constexpr, rank, ctas: cutlass.Constexpr):
+    """Tell a slot's barrier how many bytes come; that of a pair is the leader's, and counts those of both CTAs."""
+    if cutlass.const_expr(ctas == 1):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(slot.barrier, nbytes)
+    elif rank == 0:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(slot.barrier, ctas * nbytes)
 
 
 @dataclass(frozen=True)
@@ -65,39 +93,67 @@ class LoadOps:
 
     config: cutlass.Constexpr
     tiles: object
-    q: Operand  # ((heads per KV head, S), D, heads_kv, B)
-    k: Operand  # (S, D, heads_kv, B)
-    v: Operand  # (Dv, S, heads_kv, B)
+    operands: tuple  # Q, K, V
+    run_time: RunTime
+    rank: object  # of the CTA
     sQ: cute.Tensor  # (128, tile_d, 2)
-    sK: cute.Tensor  # (tile_n, kv_columns, stages)
-    sV: cute.Tensor  # (kv_columns, tile_n, stages), the same memory
+    sK: cute.Tensor  # (tile_n / ctas, tile_d, stages)
+    sV: cute.Tensor  # (tile_dv / ctas, tile_n, stages), the same memory
 
     def load_q(self, tile, q_tile, slot):
         """Fill a slot with one Q tile; rows past the sequence become zero."""
-        c, place = self.config, self.tiles.place(tile)
-        mQ = self.q.tensor[None, None, place.head_kv, place.batch_q]
-        at = ((place.group, tile.m_block * 2 + q_tile), 0)
-        gQ = cute.local_tile(mQ, ((c.pack, MMA_ROWS // c.pack), c.tile_d), at)
-        tma_load(self.q.atom, gQ, self.sQ, slot)
+        c, place, (q, _, _) = self.config, self.tiles.place(tile), self.operands
+        if (
+            c.cu_q
+        ):  # a warp's rows decide together whether O is rescaled: not for the next sequence's
+            seqlen = self.tiles.lengths(tile)[0]
+            mQ = q.tensor[None, None, WRAP, place.row_q + seqlen]
+            heads_per_kv = self.run_time.lse.shape[1] // self.tiles.grid.heads_kv
+            head = place.head_kv * heads_per_kv + place.group * c.pack
+            mQ, group = cute.domain_offset(((head, WRAP - seqlen), 0), mQ), 0
+        else:
+            mQ, group = q.tensor[None, None, place.head_kv, place.batch_q], place.group
+        part = tile.m_block * (2 * c.ctas) + c.part(q_tile, self.rank)
+        gQ = cute.local_tile(mQ, ((c.pack, MMA_ROWS // c.pack), c.tile_d), ((group, part), 0))
+        self._load(q.atom, gQ, self.sQ, slot, c.q_bytes)
 
     def load_k(self, tile, n_block, slot):
-        """Fill a slot with block ``n_block`` of K; columns past the head dim become zero."""
-        c, place = self.config, self.tiles.place(tile)
-        mK = self.k.tensor[None, None, place.head_kv, place.batch_k]
-        gK = cute.local_tile(mK, (c.tile_n, c.kv_columns), (n_block, 0))
-        tma_load(self.k.atom, gK, self.sK, slot)
+        """Fill a slot with block ``n_block`` of those that the tile visits, or with this CTA's half of it."""
+        c, place, (_, k, _) = self.config, self.tiles.place(tile), self.operands
+        cute.arch.sync_warp()  # LLVM makes no copies of a loop with it; four would take all uniform registers
+        mK = k.tensor[None, None, place.head_kv, place.batch_k]
+        if c.cu_k:  # keys after the sequence are masked
+            mK = cute.domain_offset((place.row_k, 0), mK)
+        part = (tile.first_block + n_block) * c.ctas + self.rank
+        gK = cute.local_tile(mK, (c.tile_n // c.ctas, c.tile_d), (part, 0))
+        self._load(k.atom, gK, self.sK, slot, c.k_bytes)
 
     def load_v(self, tile, n_block, slot):
-        """Fill a slot with block ``n_block`` of V."""
-        c, place = self.config, self.tiles.place(tile)
-        mV = self.v.tensor[None, None, place.head_kv, place.batch_k]
-        gV = cute.local_tile(mV, (c.kv_columns, c.tile_n), (0, n_block))
-        tma_load(self.v.atom, gV, self.sV, slot)
+        """Fill a slot with block ``n_block`` of V of those that the tile visits, or with this CTA's columns of it."""
+        c, place, (_, _, v) = self.config, self.tiles.place(tile), self.operands
+        if c.v_is_ragged:  # values after the sequence become zero: 0 * NaN would be NaN
+            seqlen = self.tiles.lengths(tile)[1]
+            end = place.batch_k * self.run_time.v_rows_of_entry + place.row_k + seqlen
+            mV = v.tensor[None, None, place.head_kv, WRAP, end]
+            mV = cute.domain_offset((0, WRAP - seqlen), mV)
+        else:
+            mV = v.tensor[None, None, place.head_kv, place.batch_k]
+        at = (self.rank, tile.first_block + n_block)
+        gV = cute.local_tile(mV, (c.tile_dv // c.ctas, c.tile_n), at)
+        self._load(v.atom, gV, self.sV, slot, c.v_bytes)
+
+    def _load(self, atom, gX, sX, slot, nbytes):
+        """Start the bulk copy of one tile into ``slot``; its barrier completes when the bytes have landed."""
+        announce(slot, nbytes, self.rank, self.config.ctas)
+        tXsX, tXgX = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+        )
+        cute.copy(atom, tXgX, tXsX[None, slot.index], tma_bar_ptr=slot.barrier)
 
 
-def accumulator(mma, columns, pointer):
-    """Accumulator (128, columns) at a pointer to tensor memory."""
-    layout = mma.make_fragment_C(mma.partition_shape_C((MMA_ROWS, columns))).layout
+def accumulator(c: ForwardConfig, mma, columns, pointer):
+    """Accumulator of one CTA, (128, columns), at a pointer to tensor memory."""
+    layout = mma.make_fragment_C(mma.partition_shape_C((MMA_ROWS * c.ctas, columns))).layout
     return cute.make_tensor(pointer, layout)
 
 
@@ -109,7 +165,7 @@ class MmaOps:
     tmem: cutlass.Constexpr
     pointer: object  # to tensor memory
     sQ: cute.Tensor  # (MMA, MMA_M, MMA_D, 2)
-    sK: cute.Tensor  # (MMA, MMA_N, MMA_D, stages)
+    sK: cute.Tensor  # (MMA, MMA_N, MMA_D, stages); of a pair this CTA's half
     sV: cute.Tensor  # (MMA, MMA_DV, MMA_N, stages)
     p_layout: object  # of the A operand of P V: (MMA, MMA_M, MMA_N, 1)
 
@@ -123,7 +179,7 @@ class MmaOps:
         mma = make_mma_qk(c)
         tSrQ = mma.make_fragment_A(self.sQ)[None, None, None, q_tile + (k_slot.index >> 8)]
         tSrK = mma.make_fragment_B(self.sK)[None, None, None, k_slot.index]
-        tStS = accumulator(mma, c.tile_n, self.pointer + self.tmem.s(q_tile))
+        tStS = accumulator(c, mma, c.tile_n, self.pointer + self.tmem.s(q_tile))
         if c.tile_d > UNROLLED_DIM:
             self._qk_in_groups(tStS, tSrQ, tSrK)
             return
@@ -158,7 +214,7 @@ class MmaOps:
         p = cute.recast_ptr(self.pointer + self.tmem.p(q_tile), dtype=element(c))
         tOtP = cute.make_tensor(p, shaped[None, None, None, 0].layout)
         tOrV = mma.make_fragment_B(self.sV)[None, None, None, v_slot.index]
-        tOtO = accumulator(mma, c.tile_dv, self.pointer + self.tmem.o(q_tile))
+        tOtO = accumulator(c, mma, c.tile_dv, self.pointer + self.tmem.o(q_tile))
         for k in slices:
             mma.set(tcgen05.Field.ACCUMULATE, True if k else accumulate)
             cute.gemm(mma, tOtO, tOtP[None, None, k], tOrV[None, None, k], tOtO)
@@ -195,7 +251,7 @@ def registers_at(values, at, columns):
 class SoftmaxOps:
     """Verbs of the ``softmax`` role, for one thread and its row.
 
-    P = exp2(scale_log2 (S - shift)); the shift, a raw score, is the row's maximum when it last moved.
+    P = exp2(scale_log2 (S - shift)); the shift, a score in the units of S, is the row's maximum when it last moved.
     """
 
     config: cutlass.Constexpr
@@ -203,59 +259,139 @@ class SoftmaxOps:
     tiles: object
     pointer: object  # to tensor memory
     sStat: cute.Tensor  # (128 rows, 2 values, 2 tiles) float32
-    mLSE: cute.Tensor  # (B, H, S)
-    scale_log2: Float32
+    run_time: RunTime
     q_tile: object  # 0 or 1, a run-time value: both warpgroups share the code
+    rank: object  # of the CTA
     thread: object  # in the warpgroup, and row in the Q tile
+    slope: object  # of this thread's row, in a register; None without ALiBi
+
+    @property
+    def scale_log2(self):
+        """Factor of what the softmax takes."""
+        return Float32(LOG2E) if self.config.natural else self.run_time.scale_log2
 
     def phases(self, tile):
-        """Blocks with a mask, then those without; see ``ForwardConfig.phases``."""
-        return self.config.phases(tile, self.q_tile, self.tiles)
+        """Runs of blocks, masked or not; see ``ForwardConfig.phases``."""
+        return self.config.phases(tile, self._part, self.tiles)
 
-    def begin(self):
+    @property
+    def _part(self):
+        return self.config.part(self.q_tile, self.rank)
+
+    def begin(self, tile):
         """Shift -inf, sum 0."""
+        if self.config.alibi:
+            place = self.tiles.place(tile)
+            self.slope[0] = self.run_time.slopes[place.batch, self._head(place)]
         return -Float32.inf, Float32(0.0)
 
     def _s(self):
-        return accumulator(
-            make_mma_qk(self.config), self.config.tile_n, self.pointer + self.tmem.s(self.q_tile)
-        )
+        c = self.config
+        return accumulator(c, make_mma_qk(c), c.tile_n, self.pointer + self.tmem.s(self.q_tile))
 
     def load_s(self, tile, n_block, phase):
-        """S of this row in registers, negated for a negative scale, masked."""
-        c = self.config
+        """S of this row in registers: negated for a negative scale, capped, changed by mods, masked."""
+        c, first_key = self.config, (tile.first_block + n_block) * self.config.tile_n
+        if c.score_mod or c.mask_mod:
+            self._change_in_memory(tile, first_key)
         scores = cute.make_rmem_tensor(cute.make_layout(c.tile_n), Float32)
         for column in range(0, c.tile_n, CHUNK):
             copy, tStS = tmem_load(self._s(), column, CHUNK, self.thread)
             cute.copy(copy, tStS, registers_at(scores, column, CHUNK))
         cute.arch.fence_view_async_tmem_load()
-        if c.negate:
-            for j in range(c.tile_n):
-                scores[j] = -scores[j]
-        if phase.masked and c.causal:
-            self._mask(tile, n_block, scores)
+        if not (c.score_mod or c.mask_mod):
+            self._change(tile, first_key, scores)
+        if phase.masked and (c.causal or c.left or c.right):
+            self._mask(tile, first_key, scores)
         elif phase.masked:
-            self._mask_tail(tile, n_block, scores)
+            self._mask_tail(tile, first_key, scores)
         return scores
 
-    def _query(self, tile):
-        return self.config.first_query(tile, self.q_tile) + self.thread // self.config.pack
+    @cute.jit
+    def _change_in_memory(self, tile, first_key):
+        """What mods make of S, a part of the row at a time: what they need for a whole row would not fit the registers."""
+        for part in cutlass.range(self.config.tile_n // CHUNK, unroll=1):
+            scores = cute.make_rmem_tensor(cute.make_layout(CHUNK), Float32)
+            load, tStS = tmem_load(self._s(), part * CHUNK, CHUNK, self.thread)
+            cute.copy(load, tStS, registers_at(scores, 0, CHUNK))
+            cute.arch.fence_view_async_tmem_load()
+            self._change(tile, first_key + part * CHUNK, scores)
+            store, target = tmem_store(self._s(), part * CHUNK, CHUNK, self.thread)
+            cute.copy(store, registers_at(scores, 0, CHUNK), target)
+        cute.arch.fence_view_async_tmem_store()
 
-    def _mask(self, tile, n_block, scores):
-        """Set scores past the row's last visible key to -inf."""
-        end = self.tiles.blocks.key_end(self._query(tile), *self.tiles.lengths(tile))
-        visible = end - n_block * self.config.tile_n
-        for j in range(self.config.tile_n):
-            scores[j] = cutlass.select_(visible > j, scores[j], -Float32.inf)
+    def _change(self, tile, first_key, scores):
+        """Negate or cap, scale in natural units, add what slopes and mods do."""
+        c, run_time = self.config, self.run_time
+        for j in range(cute.size(scores)):
+            if c.softcap:
+                factor = -run_time.cap_scale if c.negate else run_time.cap_scale
+                scores[j] = numerics.tanh(scores[j] * factor)
+            elif c.negate:
+                scores[j] = -scores[j]
+            if c.natural:
+                scores[j] = scores[j] * run_time.scale
+        if c.alibi:
+            self._add_alibi(tile, first_key, scores)
+        if c.score_mod or c.mask_mod:
+            self._apply_mods(tile, first_key, scores)
+
+    def _query(self, tile):
+        return self.config.first_query(tile, self._part) + self.thread // self.config.pack
+
+    def _head(self, place):
+        """Query head of this thread's row; the last one for packed rows that have none."""
+        heads, pack = self.run_time.lse.shape[1], self.config.pack
+        head_in_kv = place.group * pack + self.thread % pack
+        head = place.head_kv * (heads // self.tiles.grid.heads_kv) + head_in_kv
+        return cutlass.min(head, heads - 1)
+
+    def _add_alibi(self, tile, first_key, scores):
+        """S -= slope |p - j|, with p the query's position among the keys."""
+        seqlen_q, seqlen_k = self.tiles.lengths(tile)
+        distance = Float32(self._query(tile) + seqlen_k - seqlen_q - first_key)
+        for j in range(cute.size(scores)):
+            scores[j] = scores[j] - self.slope[0] * cute.math.absf(distance - Float32(j))
+
+    def _apply_mods(self, tile, first_key, scores):
+        """S = score_mod(S), and -inf where mask_mod hides a key; see ``flash_attn_func`` for what they are given."""
+        c, place = self.config, self.tiles.place(tile)
+        score_mod, mask_mod = mods.function(c.score_mod), mods.function(c.mask_mod)
+        seqlen_q, seqlen_k = self.tiles.lengths(tile)
+        info = SeqlenInfo(seqlen_q, seqlen_k, Int32(place.row_q), Int32(place.row_k))
+        query = imax(imin(self._query(tile), seqlen_q - 1), 0)  # a mod may read a tensor there
+        head = self._head(place)
+        for j in range(cute.size(scores)):
+            key = imax(imin(first_key + j, seqlen_k - 1), 0)
+            where = (place.batch, head, query, key, info, self.run_time.aux)
+            if score_mod is not None:
+                scores[j] = Float32(score_mod(scores[j], *where))
+            if mask_mod is not None:
+                keep = cutlass.Boolean(mask_mod(*where))
+                scores[j] = cutlass.select_(keep, scores[j], -Float32.inf)
+
+    def _mask(self, tile, first_key, scores):
+        """Set scores before the row's first and past its last visible key to -inf."""
+        c, blocks, lengths = self.config, self.tiles.blocks, self.tiles.lengths(tile)
+        query = self._query(tile)
+        visible = blocks.key_end(query, *lengths) - first_key
+        hidden = blocks.key_begin(query, *lengths) - first_key
+        for j in range(c.tile_n):
+            seen = visible > j
+            if c.left:
+                seen = seen & (hidden <= j)
+            scores[j] = cutlass.select_(seen, scores[j], -Float32.inf)
 
     @cute.jit
-    def _mask_tail(self, tile, n_block, scores: cute.Tensor):
+    def _mask_tail(self, tile, first_key, scores: cute.Tensor):
         """Mask only if the block reaches past the keys."""
-        if (n_block + 1) * self.config.tile_n > self.tiles.lengths(tile)[1]:
-            self._mask(tile, n_block, scores)
+        if first_key + self.config.tile_n > self.tiles.lengths(tile)[1]:
+            self._mask(tile, first_key, scores)
 
-    def move_shift(self, scores, shift):
+    def move_shift(self, scores, shift, phase):
         """(new shift, factor of O and of the sum); the shift moves only once the maximum outgrew it by 2^8."""
+        if phase.fixed:
+            return shift, Float32(1.0)
         row_max = numerics.max_float([scores[j] for j in range(self.config.tile_n)])
         new = cute.arch.fmax(shift, row_max)
         # A row without a key yet: -inf - -inf would be NaN; its factor is exp2(-inf - 0) = 0.
@@ -271,22 +407,22 @@ class SoftmaxOps:
         """Tell correction."""
         self.sStat[self.thread, 0, self.q_tile] = factor
 
-    def exp_head(self, scores, shift):
+    def exp_head(self, scores, shift, phase):
         """First columns of P over S; the exponentials replace the scores in registers."""
-        self._exp(scores, shift, 0, self.config.head)
+        self._exp(scores, shift, range(0, self.config.head, 2), phase)
 
-    def exp_tail(self, scores, shift):
+    def exp_tail(self, scores, shift, phase):
         """Last columns of P, all by the special function unit: the tensor core waits for them."""
-        self._exp(scores, shift, self.config.head, self.config.tile_n)
+        self._exp(scores, shift, range(self.config.head, self.config.tile_n, 2), phase)
 
-    def _exp(self, scores, shift, begin, end):
+    def _exp(self, scores, shift, columns, phase):
         c = self.config
         scale, offset = self.scale_log2, -finite(shift) * self.scale_log2
-        for j in range(begin, end, 2):
+        for j in columns:
             pair = (scores[j], scores[j + 1])
             pair = cute.arch.fma_packed_f32x2(pair, (scale, scale), (offset, offset))
             if j % 16 >= 16 - c.poly and j < c.head:
-                pair = exp2_on_fma(*pair)
+                pair = exp2_on_fma(*pair, bounded=not phase.fixed)
             else:
                 pair = tuple(cute.math.exp2(x, fastmath=True) for x in pair)
             scores[j], scores[j + 1] = pair
@@ -317,26 +453,61 @@ class SoftmaxOps:
         # Block by block: single terms would vanish beside the total of a long row.
         return total * factor + (a[0] + a[1])
 
-    def put_inverse(self, total):
-        """Tell correction 1 / sum, and 0 of a row without keys."""
-        inverse = cute.arch.rcp_approx(total)
-        self.sStat[self.thread, 1, self.q_tile] = cutlass.select_(
-            total == 0.0, Float32(0.0), inverse
-        )
+    def _ended(self, tile):
+        """Place and number of this thread's row, and whether it is not in use.
+
+        The tile is decoded anew: registers are scarce in the loop before.
+        """
+        index = numerics.opaque(tile.index)
+        if self.config.varlen:
+            tile = self.tiles.at(index, numerics.opaque(tile.within))
+        else:
+            tile = self.tiles.at(index)
+        query = self._query(tile)
+        return self.tiles.place(tile), query, query >= self.tiles.lengths(tile)[0]
+
+    def put_inverse(self, tile, shift, total):
+        """Tell correction 1 / sum, with the sink in it; 0 of a row without keys, or not in use."""
+        c = self.config
+        inverse, empty = cute.arch.rcp_approx(total), total == 0.0
+        if c.sink or c.varlen:
+            place, _, unused = self._ended(tile)
+            if c.sink:
+                inverse = self._with_sink(place, shift, total)[1]
+            empty = empty | unused
+        self.sStat[self.thread, 1, self.q_tile] = cutlass.select_(empty, Float32(0.0), inverse)
+
+    def _with_sink(self, place, shift, total):
+        """(LSE, factor of O) of a row whose denominator has exp(sink) too, however far that is from its maximum."""
+        shift_log2 = shift * self.scale_log2
+        sink_log2 = self.run_time.sink[self._head(place)] * LOG2E
+        new = cute.arch.fmax(shift_log2, sink_log2)
+        shrink = cute.math.exp2(shift_log2 - finite(new), fastmath=True)
+        total = total * shrink + cute.math.exp2(sink_log2 - finite(new), fastmath=True)
+        lse = (new + cute.math.log2(total, fastmath=True)) * LN2
+        return lse, shrink * cute.arch.rcp_approx(total)
 
     @cute.jit
     def store_lse(self, tile, shift, total):
-        """LSE = ln 2 (scale_log2 shift + log2 sum) to global memory; -inf of a row without keys."""
-        c, tiles, mLSE = self.config, self.tiles, self.mLSE
-        tile = tiles.at(numerics.opaque(tile.index))  # decoded anew: registers are scarce meanwhile
-        place = tiles.place(tile)
-        heads_per_kv = mLSE.shape[1] // tiles.grid.heads_kv
-        query = self._query(tile)
+        """LSE = ln 2 (scale_log2 shift + log2 sum) to global memory; of a row without keys -inf, or its sink."""
+        c, mLSE = self.config, self.run_time.lse
+        place, query, unused = self._ended(tile)
+        heads_per_kv = numerics.opaque(mLSE.shape[1]) // self.tiles.grid.heads_kv
         head_in_kv = place.group * c.pack + self.thread % c.pack
         lse = (shift * self.scale_log2 + cute.math.log2(total, fastmath=True)) * LN2
         lse = cutlass.select_(total == 0.0, -Float32.inf, lse)
-        if (query < place.stored_q) & (head_in_kv < heads_per_kv):
-            mLSE[place.batch_q, place.head_kv * heads_per_kv + head_in_kv, query] = lse
+        if cutlass.const_expr(c.sink):
+            lse = self._with_sink(place, shift, total)[0]
+        if cutlass.const_expr(c.varlen):
+            lse = cutlass.select_(unused, -Float32.inf, lse)
+        exists = (query < place.stored_q) & (head_in_kv < heads_per_kv)
+        if exists:
+            head = place.head_kv * heads_per_kv + head_in_kv
+            mLSE[place.batch_q, head, place.row_q + query] = lse
+        if cutlass.const_expr(c.fixed_shift):
+            trusted = total <= LARGEST_TOTAL
+            if exists & (not trusted):
+                self.tiles.mark(tile)
 
 
 def finite(shift):
@@ -350,6 +521,7 @@ class CorrectionOps:
 
     config: cutlass.Constexpr
     tmem: cutlass.Constexpr
+    tiles: object
     pointer: object  # to tensor memory
     sStat: cute.Tensor  # (128 rows, 2 values, 2 tiles) float32
     sO: cute.Tensor  # (128, tile_dv, o_slots)
@@ -357,7 +529,7 @@ class CorrectionOps:
 
     def _o(self, q_tile):
         c = self.config
-        return accumulator(make_mma_pv(c), c.tile_dv, self.pointer + self.tmem.o(q_tile))
+        return accumulator(c, make_mma_pv(c), c.tile_dv, self.pointer + self.tmem.o(q_tile))
 
     def get_factor(self, q_tile):
         """Factor of O since the last block."""
@@ -383,9 +555,12 @@ class CorrectionOps:
                 cute.copy(store, o, target)
             cute.arch.fence_view_async_tmem_store()
 
-    def finish_o(self, q_tile, slot, inverse):
-        """O over the row sum, in 16 bit, to shared memory. Selected, not multiplied by 0, where there is no key."""
-        c = self.config
+    def finish_o(self, tile, q_tile, slot, inverse):
+        """O over the row sum, in 16 bit, to shared memory. Selected, not multiplied by 0, where there is no key.
+
+        With a fixed shift O must be finite, or else the tile is worked on again: 0 times finite numbers adds up to 0.
+        """
+        c, zeros = self.config, (Float32(0.0), Float32(0.0))
         # Opaque: ptxas would keep the swizzled addresses of all pieces of the row in registers around the loop.
         thread = numerics.opaque(self.thread)
         empty = inverse == 0.0
@@ -394,6 +569,10 @@ class CorrectionOps:
             o = cute.make_rmem_tensor(cute.make_layout(((CHUNK, 1), 1, 1)), Float32)
             cute.copy(load, tOtO, o)
             cute.arch.fence_view_async_tmem_load()
+            if c.fixed_shift:
+                for j in range(0, CHUNK, 2):
+                    pair = (o[j], o[j + 1])
+                    zeros = cute.arch.fma_packed_f32x2(pair, (0.0, 0.0), zeros)
             for j in range(CHUNK):
                 o[j] = cutlass.select_(empty, Float32(0.0), o[j] * inverse)
             rounded = cute.make_rmem_tensor(cute.make_layout(CHUNK), element(c))
@@ -406,6 +585,13 @@ class CorrectionOps:
                 piece = cute.make_tensor(rounded.iterator + j, cute.make_layout((1, PIECE)))
                 cute.autovec_copy(piece, cute.local_tile(row, (1, PIECE), (0, j // PIECE)))
         cute.arch.fence_view_async_shared()
+        if c.fixed_shift:
+            self._mark_unless(zeros[0] + zeros[1] == 0.0, tile)
+
+    @cute.jit
+    def _mark_unless(self, finite, tile):
+        if not finite:
+            self.tiles.mark(tile)
 
 
 @dataclass(frozen=True)
@@ -414,14 +600,21 @@ class StoreOps:
 
     config: cutlass.Constexpr
     tiles: object
-    o: Operand  # ((heads per KV head, S), Dv, heads_kv, B)
+    o: Operand  # ((heads per KV head, S), Dv, heads_kv, B); of packed queries a ragged view instead of B
+    rank: object  # of the CTA
     sO: cute.Tensor  # (128, tile_dv, o_slots)
 
     def store_o(self, tile, q_tile, slot):
         """Start the store of a slot; rows past the sequence are clipped."""
         c, place = self.config, self.tiles.place(tile)
-        mO = self.o.tensor[None, None, place.head_kv, place.batch_q]
-        at = ((place.group, tile.m_block * 2 + q_tile), 0)
+        if c.cu_q:  # what comes after the sequence is not written
+            stored = place.stored_q
+            mO = self.o.tensor[None, None, place.head_kv, place.row_q + stored]
+            mO = cute.domain_offset(((0, cute.size(mO, mode=[0, 1]) - stored), 0), mO)
+        else:
+            mO = self.o.tensor[None, None, place.head_kv, place.batch_q]
+        part = tile.m_block * (2 * c.ctas) + c.part(q_tile, self.rank)
+        at = ((place.group, part), 0)
         gO = cute.local_tile(mO, ((c.pack, MMA_ROWS // c.pack), c.tile_dv), at)
         tOsO, tOgO = cpasync.tma_partition(
             self.o.atom, 0, cute.make_layout(1),

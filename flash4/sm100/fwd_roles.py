@@ -15,7 +15,10 @@ class ForwardRoles:
 
     @cute.jit
     def load(self, ops, tiles, q_producer, kv_producer):
-        """Both Q tiles once per tile; K one block ahead of V, from the last block to the first."""
+        """Both Q tiles once per tile; K and V of every block, from the last to the first.
+
+        V of a block comes before K of the next: with three slots, K is loaded into the one that V(i+1) has left.
+        """
         tile = tiles.first()
         while tile.valid:
             q_slot = q_producer.acquire_and_advance()
@@ -30,10 +33,10 @@ class ForwardRoles:
             for i in range(1, tile.n_blocks):
                 n_block = tile.n_blocks - 1 - i
                 kv_slot = kv_producer.acquire_and_advance()
-                ops.load_k(tile, n_block, kv_slot)
+                ops.load_v(tile, n_block + 1, kv_slot)
                 kv_slot.commit()
                 kv_slot = kv_producer.acquire_and_advance()
-                ops.load_v(tile, n_block + 1, kv_slot)
+                ops.load_k(tile, n_block, kv_slot)
                 kv_slot.commit()
             kv_slot = kv_producer.acquire_and_advance()
             ops.load_v(tile, 0, kv_slot)
@@ -59,12 +62,12 @@ class ForwardRoles:
             s1_signal.post()
             k_slot.release()
             for i in range(1, tile.n_blocks):
-                k_slot = kv_consumer.wait_and_advance()
                 v_slot = kv_consumer.wait_and_advance()
                 p0_signal.wait()
                 ops.pv_head(0, v_slot, i > 1)  # O0 (+)= P0(i+1) V, first columns of P
                 t0_signal.wait()
                 ops.pv_tail(0, v_slot)
+                k_slot = kv_consumer.wait_and_advance()
                 ops.qk(0, q0_slot, k_slot)  # S0(i), over P0: MMAs of one issuer run in order
                 s0_signal.post()  # O0 is done as well
                 p1_signal.wait()
@@ -98,21 +101,21 @@ class ForwardRoles:
         m_signal, l_signal, f_signal = ends.m, ends.l, ends.f
         tile = tiles.first()
         while tile.valid:
-            row_shift, row_sum = ops.begin()
-            for phase in ops.phases(tile):  # masked blocks, then the others: unrolled
+            row_shift, row_sum = ops.begin(tile)
+            for phase in ops.phases(tile):  # masked blocks, and others: unrolled
                 for i in range(phase.begin, phase.end):
                     s_signal.wait()
                     scores = ops.load_s(tile, tile.n_blocks - 1 - i, phase)  # S to registers
-                    row_shift, factor = ops.move_shift(scores, row_shift)
+                    row_shift, factor = ops.move_shift(scores, row_shift, phase)
                     ops.put_factor(factor)
                     m_signal.post()
-                    ops.exp_head(scores, row_shift)
+                    ops.exp_head(scores, row_shift, phase)
                     p_signal.post()
-                    ops.exp_tail(scores, row_shift)
+                    ops.exp_tail(scores, row_shift, phase)
                     t_signal.post()
                     row_sum = ops.add_sum(scores, row_sum, factor)
             f_signal.wait()  # the last tile's has been read
-            ops.put_inverse(row_sum)
+            ops.put_inverse(tile, row_shift, row_sum)
             l_signal.post()
             ops.store_lse(tile, row_shift, row_sum)
             tile = tiles.next(tile)
@@ -144,14 +147,14 @@ class ForwardRoles:
             f0_signal.post()
             o_slot = o_producer.acquire_and_advance()
             o0_signal.wait()
-            ops.finish_o(0, o_slot, inverse)
+            ops.finish_o(tile, 0, o_slot, inverse)
             o_slot.commit()
             l1_signal.wait()
             inverse = ops.get_inverse(1)
             f1_signal.post()
             o_slot = o_producer.acquire_and_advance()
             o1_signal.wait()
-            ops.finish_o(1, o_slot, inverse)
+            ops.finish_o(tile, 1, o_slot, inverse)
             o_slot.commit()
             tile = tiles.next(tile)
 

@@ -29,10 +29,6 @@ MAX_HEAD_DIM = 256
 SHARED_KEYS, CUT_SHARED_KEYS = 1_024, 4_096
 SHARED_TILES = 132  # fewest such tiles: two for each pair of an H100's multiprocessors
 LONG = 8_192  # keys from which on power decides at head dim 64
-LATE_VALUES = (
-    128,
-    256,
-)  # V's tiles beside which, with wide tiles of Q, a fixed shift gains nothing
 # Registers per thread of ``mma`` and of ``load``, by warpgroups of ``mma``. Decoding tiles of sequences takes more.
 REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32), 4: (112, 24)}
 VARLEN_REGISTERS = {1: (256, 56), 2: (232, 40), 3: (152, 56), 4: (112, 32)}
@@ -156,6 +152,11 @@ class ForwardConfig:
     def mma_warpgroups(self) -> int:
         """Warpgroups of the ``mma`` role of one CTA."""
         return self.tile_warpgroups // self.cluster
+
+    @property
+    def ctas(self) -> int:
+        """CTAs that work on a tile together, as configs of all architectures call them."""
+        return self.cluster
 
     @property
     def tile_warpgroups(self) -> int:
@@ -430,7 +431,7 @@ def choose_shift(config: ForwardConfig) -> tuple[ForwardConfig, str]:
         return config, "the softmax shift follows the maximum, as with all but plain masks"
     if config.alibi and not config.causal:
         return config, "the softmax shift follows the maximum: the first blocks are the farthest"
-    if config.tile_dv in LATE_VALUES and max(config.tile_d, config.tile_dv) > 128:
+    if max(config.tile_d, config.tile_dv) > 128 and not 128 < config.tile_dv < 256:
         return config, "the softmax shift follows the maximum: the products take the time"
     why = "a fixed softmax shift in blocks without a mask; what outgrows it is done again"
     return replace(config, fixed_shift=True), why

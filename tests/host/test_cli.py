@@ -78,13 +78,14 @@ def test_features_are_options(capsys):
     assert cli.main(["explain", *call]) == 0
     text = capsys.readouterr().out
     assert "window at the left, window at the right, softcap, sink, alibi" in text
-    assert cli.main(["simulate", "sm90-fwd", *call]) == 0
-    text = capsys.readouterr().out
-    assert "hazards: none" in text and text.count(" ok\n") == 1
+    for kernel in ("sm90-fwd", "sm100-fwd"):
+        assert cli.main(["simulate", kernel, *call]) == 0
+        text = capsys.readouterr().out
+        assert "hazards: none" in text and text.count(" ok\n") == 1
 
 
 def test_the_blackwell_kernel(capsys, refused):
-    """Explained, described and simulated; nothing predicts its time yet, and features name themselves."""
+    """Explained, described, simulated and timed."""
     call = ("--batch", "1", "--seqlen", "300", "--heads", "2", "--head-dim", "64", "--causal")
     assert cli.main(["explain", *call, "--arch", "sm_100a"]) == 0
     assert "sm100-fwd for sm_100a" in capsys.readouterr().out
@@ -93,8 +94,12 @@ def test_the_blackwell_kernel(capsys, refused):
     assert cli.main(["simulate", "sm100-fwd", *call]) == 0
     text = capsys.readouterr().out
     assert "hazards: none" in text and text.count(" ok\n") == 1
-    assert "no model of the time of sm100-fwd" in refused("time", "sm100-fwd", *call)
-    assert "not built yet: softcap" in refused("describe", "sm100-fwd", *call, "--softcap", "5")
+    assert "time on an B200 (model): " in text
+    assert cli.main(["time", "sm100-fwd", *call, "--set", "poly=8"]) == 0
+    text = capsys.readouterr().out
+    assert "tensor cores |" in text and "softmax1     |" in text
+    wide = (*call, "--head-dim-v", "256")
+    assert "head_dim_v 256 exceeds 128" in refused("describe", "sm100-fwd", *wide)
 
 
 def test_options_default_to_one_another(capsys):

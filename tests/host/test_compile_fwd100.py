@@ -11,7 +11,7 @@ import re
 import tempfile
 import warnings
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import torch
 from cutlass import Int32, Int64
 from cutlass.memory import SmemAllocator
 
+from flash4.common import mods
 from flash4.jit import compile as jit_compile
 from flash4.jit.inspect import count_resources, disassemble
 from flash4.problem import AttentionProblem
@@ -38,6 +39,7 @@ from flash4.sm100.fwd_config import (
 )
 from flash4.sm100.fwd_ends import Wait
 from flash4.sm100.fwd_ops import UNROLLED_DIM
+from tests import strategies
 from tests.host.sass_loops import loops
 
 LIMITS = Path(__file__).with_name("fwd100_limits.json")
@@ -68,6 +70,9 @@ def shipped() -> dict[str, tuple[ForwardConfig, str]]:
         for mask, causal in MASKS.items()
     }
     named["64/128 full"] = config_for(64, 128)
+    alone = replace(named["128/128 full"], ctas=1)
+    named["128/128 full, one CTA"] = replace(alone, stages=named["128/128 causal"].stages)
+    named["128/128 causal, pair"] = replace(named["128/128 full"], causal=True)
     named["128/64 causal, fp16"] = config_for(128, 64, True, bf16=False)
     named["128/128 causal, pack 4, negate"] = config_for(
         128, 128, True, ratio=4, pack_gqa=True, negate=True
@@ -78,7 +83,36 @@ def shipped() -> dict[str, tuple[ForwardConfig, str]]:
     return found
 
 
+def featured() -> dict[str, tuple[ForwardConfig, str]]:
+    """Name -> config and target, for one or two features at a time."""
+    mods_of = {
+        "mods": ("relative", "dilated", []),
+        "mods with tensors": ("heads", "documents", [torch.zeros(2, 2), torch.zeros(2, 2).int()]),
+    }
+    facts = {
+        "window": {"window_left": True, "window_right": True},
+        "softcap, sink": {"softcap": True, "sink": True, "causal": True},
+        "alibi": {"alibi": True, "causal": True},
+        "cu_seqlens": {"cu_q": True, "cu_k": True, "causal": True},
+        "seqused": {"used_q": True, "used_k": True},
+        "seqused_k, fp16": {"used_k": True, "bf16": False},
+    } | {
+        name: {
+            "score_mod": mods.register(strategies.SCORE_MODS[score]),
+            "mask_mod": mods.register(strategies.MASK_MODS[mask]),
+            "aux": mods.encode_aux(tensors),
+        }
+        for name, (score, mask, tensors) in mods_of.items()
+    }
+    return {
+        f"{name}, {target}": (config_for(128, 128, **kinds), target)
+        for name, kinds in facts.items()
+        for target in ("sm_100a", "sm_103a")
+    }
+
+
 CONFIGS = shipped()
+FEATURED = featured()
 
 
 def features(sass: str) -> dict[str, int]:
@@ -89,12 +123,13 @@ def features(sass: str) -> dict[str, int]:
         return next(x for x in inner if test(x))
 
     mma = loop(lambda x: x.count("UTCHMMA") >= 16 and x.count("UTCBAR") >= 4)
-    softmax = [x for x in inner if x.count("MUFU.EX2") > 32 and x.count("LDTM") == 4]
+    softmax = [x for x in inner if x.count("MUFU.EX2") > 32 and x.count("LDTM") in (4, 5)]
     correction = loop(lambda x: x.count("LDTM") >= 8 and not x.count("MUFU"))
     masked = [x for x in softmax if x.count("FMNMX", "FMNMX3") and x.count("ISETP") > 64]
     return {
         "registers": found.registers,
         "spills": found.spill_loads + found.spill_stores,
+        "loop spills": sum(x.count("LDL", "STL") for x in (mma, *softmax, correction)),
         "mmas": found.tcgen05,
         "exp2": found.exp2,
         "kernel": found.instructions,
@@ -119,16 +154,19 @@ def smem_descriptor(leading: int, stride: int = 1024) -> int:
 
 
 def instruction_descriptor(config: ForwardConfig, columns: int, transposed: bool) -> int:
-    """Descriptor of an MMA of 128 rows with float32 accumulators; B may be stored with its rows contiguous."""
+    """Descriptor of an MMA with float32 accumulators; B may be stored with its rows contiguous."""
     kind = int(config.bf16)
-    return 1 << 4 | kind << 7 | kind << 10 | transposed << 16 | columns // 8 << 17 | 128 // 16 << 24
+    rows = 128 * config.ctas
+    return (
+        1 << 4 | kind << 7 | kind << 10 | transposed << 16 | columns // 8 << 17 | rows // 16 << 24
+    )
 
 
 def descriptors(ptx: str) -> set[int]:
     """Numbers in PTX that can only be descriptors; those of shared memory without the address."""
     found = {int(text) for text in BIG.findall(ptx)}
     shared = {x & ~0x3FFF for x in found if x >> 61 == 2 and x >> 46 & 7 == 1}
-    return shared | {x for x in found if x >> 24 == 128 // 16 and x & 0x3F == 1 << 4}
+    return shared | {x for x in found if x >> 24 in (128 // 16, 256 // 16) and x & 0x3F == 1 << 4}
 
 
 def compile_one(case: tuple[ForwardConfig, str]) -> dict[str, int]:
@@ -150,7 +188,7 @@ def compile_all(cases) -> dict[str, dict[str, int]]:
 
 @pytest.fixture(scope="module")
 def compiled():
-    return compile_all(CONFIGS)
+    return compile_all({**CONFIGS, **FEATURED})
 
 
 def mmas(config: ForwardConfig) -> int:
@@ -162,7 +200,9 @@ def mmas(config: ForwardConfig) -> int:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_resources(name, compiled):
     config, found = CONFIGS[name][0], compiled[name]
-    assert found["spills"] == 0, found
+    assert found["loop spills"] == 0, found
+    # The end of a pair's tensor memory needs numbers that are kept from its start on.
+    assert found["spills"] == 0 or config.ctas > 1, found
     assert found["registers"] == LAUNCH_REGISTERS, found
     assert found["mmas"] == mmas(config), found
     on_fma = config.head * config.poly // 16
@@ -173,12 +213,25 @@ def test_resources(name, compiled):
     assert found["softmax loop posts"] == 3, "factor, and P in two parts"
 
 
+@pytest.mark.parametrize("name", FEATURED)
+def test_resources_of_features(name, compiled):
+    config, found = FEATURED[name][0], compiled[name]
+    assert found["loop spills"] == 0, found
+    assert found["spills"] == 0 or config.ctas > 1, found
+    assert found["registers"] == LAUNCH_REGISTERS, found
+    assert found["mmas"] == mmas(config), found
+    waits = [found[f"{role} loop waits"] for role in ("mma", "softmax", "correction")]
+    assert waits == [6, 1, 2], found
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_descriptors(name, compiled):
     """Those of the tensor core's operands and instructions are what the tiles say."""
     config = CONFIGS[name][0]
     k_major = smem_descriptor(leading=16)  # one group of columns: its distance is not used, and 1
-    groups = config.tile_dv > COLUMN_STEP  # V's columns come in groups, each with all keys
+    groups = (
+        config.tile_dv // config.ctas > COLUMN_STEP
+    )  # V's columns come in groups, each with all keys
     assert compiled[name]["descriptors"] == {
         k_major,
         smem_descriptor(leading=config.tile_n * 128) if groups else k_major,
@@ -187,7 +240,7 @@ def test_descriptors(name, compiled):
     }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", {**CONFIGS, **FEATURED})
 def test_instructions(name, compiled):
     limits, found = json.loads(LIMITS.read_text("utf-8"))[name], compiled[name]
     for what, limit in limits.items():
@@ -198,7 +251,7 @@ def test_instructions(name, compiled):
 
 
 def test_the_limits_are_of_these_configs():
-    assert json.loads(LIMITS.read_text("utf-8")).keys() == CONFIGS.keys()
+    assert json.loads(LIMITS.read_text("utf-8")).keys() == (CONFIGS | FEATURED).keys()
 
 
 SIZES = (8, 64, 72, 128)
@@ -226,7 +279,7 @@ def test_what_does_not_fit_is_refused():
     "fields",
     [
         {"tile_d": 96}, {"tile_dv": 192}, {"tile_n": 96}, {"stages": 1}, {"o_slots": 3},
-        {"poly": 3}, {"head": 128}, {"head": 40}, {"pack": 3},
+        {"ctas": 3}, {"ctas": 2, "tile_dv": 64}, {"poly": 3}, {"head": 128}, {"head": 40}, {"pack": 3}, {"causal": True, "right": True},
     ],
     ids=str,
 )  # fmt: skip
@@ -240,9 +293,6 @@ def test_impossible_configs(fields):
     [
         ({"head_dim": 200}, "head_dim 200 exceeds 192"),
         ({"head_dim_v": 136}, "head_dim_v 136 exceeds 128"),
-        ({"window_left": True}, "not built yet: windows"),
-        ({"softcap": True, "sink": True}, "not built yet: softcap, learnable_sink"),
-        ({"cu_q": True}, "not built yet: sequences of different lengths"),
     ],
 )
 def test_what_is_not_built_says_so(facts, reason):
@@ -250,11 +300,15 @@ def test_what_is_not_built_says_so(facts, reason):
 
 
 def test_covers_name_signals_and_arrivals_are_the_threads():
-    graph = config_for(128, 128).graph
+    graph = config_for(128, 128, True).graph
     names = {signal.name: signal for signal in graph.signals}
     assert all(set(signal.covered_by) <= set(names) for signal in graph.signals)
     assert {s.name: s.arrivals for s in graph.signals if s.name.endswith("0")} == {
         "s0": 1, "p0": 256, "t0": 128, "o0": 1, "m0": 128, "l0": 128, "f0": 128,
+    }  # fmt: skip
+    pair = config_for(128, 128).graph  # threads of both CTAs tell the leader of P
+    assert {s.name: s.arrivals for s in pair.signals if s.name in ("s0", "p0", "t0", "m0")} == {
+        "s0": 1, "p0": 512, "t0": 256, "m0": 128,
     }  # fmt: skip
     half = len(graph.signals) // 2  # softmax finds the other tile's barriers by this distance
     for first, second in zip(graph.signals[:half], graph.signals[half:], strict=True):
@@ -320,8 +374,8 @@ class Layouts:
         for name, layout in zip("qkvo", self.kernel._tma_layouts()):
             LAYOUTS[name, "tma"] = note(layout.inner, layout.outer)
         *operands, _ = self.kernel._mma_layouts()
-        for name, (inner, outer) in zip("qkv", operands):
-            LAYOUTS[name, "mma"] = note(inner, outer)
+        for name, layout in zip("qkv", operands):
+            LAYOUTS[name, "mma"] = note(layout.inner, layout.outer)
 
 
 def note(inner, outer):
@@ -358,8 +412,8 @@ def test_mmas_read_what_tma_wrote(dims):
     slots = {"q": 2, "k": config.stages, "v": config.stages}
     extents = {
         "q": (128, config.tile_d),
-        "k": (config.tile_n, config.tile_d),
-        "v": (config.tile_dv, config.tile_n),
+        "k": (config.tile_n // config.ctas, config.tile_d),
+        "v": (config.tile_dv // config.ctas, config.tile_n),
     }
     for name, (rows, depth) in extents.items():
         (swizzle, shape, stride), (mma_swizzle, mma_shape, mma_stride) = (
@@ -371,15 +425,16 @@ def test_mmas_read_what_tma_wrote(dims):
             at = (row + rows * (k % KEY_STEP), 0, k // KEY_STEP, slot)
             by_mma = sum(index(mma_shape[i], mma_stride[i], x) for i, x in enumerate(at))
             assert by_tma == by_mma, (name, slot, row, k)
-        assert size(shape) * ELEMENT_BYTES == next(
-            b.nbytes for b in config.graph.buffers if b.name == {"q": "q"}.get(name, "kv")
-        )
+        nbytes = {"q": config.q_bytes, "k": config.k_bytes, "v": config.v_bytes}[name]
+        assert size(shape[:2]) * ELEMENT_BYTES == nbytes
+        slot_bytes = config.q_bytes if name == "q" else config.kv_bytes
+        assert index(shape[2], stride[2], 1) * ELEMENT_BYTES == slot_bytes
 
 
 if __name__ == "__main__":
     COUNTED = ("kernel", "mma loop", "softmax loop", "masked softmax loop", "correction loop")
     counts = {
         name: {what: found[what] for what in COUNTED}
-        for name, found in compile_all(CONFIGS).items()
+        for name, found in compile_all({**CONFIGS, **FEATURED}).items()
     }
     LIMITS.write_text(json.dumps(counts, indent=1) + "\n", "utf-8")
