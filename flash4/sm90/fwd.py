@@ -10,6 +10,9 @@ Steady state, per KV block (counted down from the last):
     mma   k.wait -> issue S(i) = Q K^T -> v.wait -> issue O += P(i+1) V -> S there, k.release -> softmax(i)
           -> O there, v.release -> P(i) to 16 bit -> rescale O
 
+Two CTAs of a cluster may share a tile: each loads half of every block of K and V into both, and each slot waits for the
+releases of both. They meet before their roles begin and before they end.
+
 Config and graph are in ``fwd_config``, the schedule in ``fwd_roles``, its verbs in ``fwd_ops``.
 """
 

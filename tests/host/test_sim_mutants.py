@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,26 @@ def test_a_dropped_or_moved_synchronisation_is_reported(mutant, jury):
 )
 def test_other_mutants_are_reported(mutant, jury):
     assert jury.verdict(mutant)
+
+
+# What is told of CTAs that do not share tiles as they must.
+STORIES = {
+    "CTAs do not meet before the roles begin": "the start of cta1, which sets up its barriers",
+    "CTAs do not meet before one ends": "nobody has waited for the arrival of cta",
+    "Readers arrive in their own CTA only, where that many": "race on part . of cta..k",
+    "Readers arrive in their own CTA for the other's": "race on part . of cta..k",
+    "Readers arrive twice in the other CTA": "race on part . of cta..k",
+    "A copy of a part reaches the slot of its own CTA only": "k full.* 256 bytes missing",
+    "Each CTA copies all of a block into its own slot": "race on cta..k.*the copy into part",
+    "Bytes count in the CTA that copies": "race on cta..k.*by the copy into part . of cta",
+}
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_what_is_told_of_ctas_that_share_tiles(name):
+    (mutant,) = (m for m in MUTANTS.values() if m.name.startswith(f"cluster: {name}"))
+    problems = [problem for problem in PROBLEMS if problem.config.cluster == 2]
+    assert re.search(STORIES[name], Jury(problems, seeds=1).verdict(mutant))
 
 
 TINY = (
