@@ -60,6 +60,7 @@ CONFIGS |= {
         (64, 64, "causal, alibi", {"causal": True, "alibi": True}),
         (128, 128, "causal, turns", {"causal": True, "deterministic": True}),
         (64, 64, "turns", {"deterministic": True}),
+        (64, 64, "causal, alibi, turns", {"causal": True, "alibi": True, "deterministic": True}),
         (128, 128, "causal window, turns", WINDOW_TURNS),
         (64, 64, "causal window, turns", WINDOW_TURNS),
         (128, 128, "everything, turns", EVERYTHING | {"deterministic": True}),
