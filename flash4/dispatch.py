@@ -145,10 +145,10 @@ class BackwardPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Temporary memory: for each query in whole blocks, dQ in float32 and two statistics."""
+        """Temporary memory: for each query in whole blocks, dQ in float32 and two statistics; two turns of a block."""
         p, c = self.problem, self.config
-        queries = p.batch * p.heads_q * self.query_blocks * c.tile_m
-        return 4 * queries * (c.tile_d + 2)
+        blocks = p.batch * p.heads_q * self.query_blocks
+        return 4 * blocks * (c.tile_m * (c.tile_d + 2) + 2 * c.ordered)
 
     def __str__(self):
         lines = [
@@ -292,11 +292,13 @@ def plan_backward(
 def _backward_section(problem: AttentionProblem, config, workers: int) -> int:
     """Heads per section of the backward: about a wave of tiles, which read the same queries at the same time.
 
-    Under a causal mask more heads, whose tiles of all lengths fill the gaps.
+    Under a causal mask more heads, whose tiles of all lengths fill the gaps; so too where tiles of one head wait for one
+    another.
     """
     grid = kv_grid_of(problem, config.tile_n)
     wave = max(1, ceil_div(workers, grid.n_blocks))
-    return min(grid.head_count, max(wave, CAUSAL_BACKWARD_SECTION if problem.causal else 1))
+    several = problem.causal or problem.deterministic
+    return min(grid.head_count, max(wave, CAUSAL_BACKWARD_SECTION if several else 1))
 
 
 def gradient_obstacle(problem: AttentionProblem) -> str | None:

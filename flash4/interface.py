@@ -119,6 +119,11 @@ def _mods(q, keywords: dict) -> tuple[int, int, list | None]:
     return *keys, list(aux)
 
 
+def _deterministic(wanted: bool | None) -> bool:
+    """Whether gradients must be bitwise repeatable; None follows torch."""
+    return torch.are_deterministic_algorithms_enabled() if wanted is None else wanted
+
+
 def _options(q, k, v, keywords: dict) -> CallOptions:
     """What a call's keywords ask for; checks them, and what q, k and v are.
 
@@ -149,6 +154,7 @@ def _options(q, k, v, keywords: dict) -> CallOptions:
         slopes,
         *lengths,
         *_mods(q, keywords),
+        _deterministic(keywords["deterministic"]),
     )
     check_softcap(options)
     if not (cu_q is cu_k is used_q is used_k is None):
@@ -267,23 +273,9 @@ def _check_device(q):
         )
 
 
-def _refuse_deterministic(wanted: bool | None, inputs):
-    """Raise NotImplementedError where gradients would have to be bitwise repeatable: dq is not."""
-    if wanted is False or not torch.is_grad_enabled():
-        return
-    if not any(x.requires_grad for x in inputs):
-        return
-    if wanted or torch.are_deterministic_algorithms_enabled():
-        raise NotImplementedError(
-            "flash4 does not support deterministic gradients yet (dk and dv are, dq is not); "
-            "deterministic=False allows it"
-        )
-
-
 def _forward(out, q, k, v, keywords: dict):
     """Check a call and run it; returns (out, lse)."""
     options = _options(q, k, v, keywords)
-    _refuse_deterministic(keywords["deterministic"], _inputs(q, k, v, options).values())
     _check_device(q)
     if out is None:
         return ops.forward(q, k, v, *options)
@@ -329,8 +321,8 @@ def flash_attn_func(
         alibi_slopes: (heads_q,) or (batch, heads_q), float32 or 16 bit (converted to float32): scaled and capped scores
             lose slope * |p - j|.
         dropout_p: not supported yet.
-        deterministic: the forward is bitwise repeatable whatever this says. Gradients of k and v always are, that of q is not:
-            True, or None under ``torch.use_deterministic_algorithms``, is refused where a gradient is needed.
+        deterministic: whether gradients are bitwise repeatable; None follows ``torch.use_deterministic_algorithms``. out and
+            the gradients of k and v always are; that of q costs some speed.
         num_splits: parts that the keys of one query are split into; only 1 is supported yet, and 0 chooses it.
         pack_gqa: whether query heads that share a KV head share tiles; None chooses by the number of tiles.
         q_descale: not supported yet.
@@ -398,8 +390,8 @@ def flash_attn_varlen_func(
         block_mask: not supported yet.
         alibi_slopes: (heads_q,) or (batch, heads_q) slopes of the distance between query and key.
         dropout_p: not supported yet.
-        deterministic: the forward is bitwise repeatable whatever this says. Gradients of k and v always are, that of q is not:
-            True, or None under ``torch.use_deterministic_algorithms``, is refused where a gradient is needed.
+        deterministic: whether gradients are bitwise repeatable; None follows ``torch.use_deterministic_algorithms``. out and
+            the gradients of k and v always are; that of q costs some speed.
         num_splits: only 1 is supported yet, and 0 chooses it.
         pack_gqa: whether query heads that share a KV head share tiles; None chooses by the mean length.
         q_descale: not supported yet.

@@ -277,7 +277,7 @@ torch.library.define(
     "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal=False, bool? pack_gqa=None, "
     "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, Tensor? sink=None, "
     "Tensor? alibi_slopes=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
-    "int score_mod=0, int mask_mod=0, Tensor[]? aux_tensors=None) "
+    "int score_mod=0, int mask_mod=0, Tensor[]? aux_tensors=None, bool deterministic=False) "
     "-> (Tensor, Tensor)",
 )
 
@@ -366,9 +366,13 @@ def run_backward(dout, dlse, inputs, out, lse, options: CallOptions):
     statistics = q.new_empty((2, *rows[:2], rows[2] * config.tile_m), dtype=torch.float32)
     sums = q.new_empty((*rows, config.tile_m * config.tile_d), dtype=torch.float32)
     prepared = (out, dout, lse.contiguous(), *statistics, sums)
-    prepared += () if dlse is None else (dlse,)
     tensors = (q, k, v, dout, *statistics, sums, dk, dv)
-    tensors += tuple(_optional_tensor(n, options, q.shape[0]) for n in config.optional_tensors)
+    if options.alibi_slopes is not None:
+        tensors += (_optional_tensor("alibi_slopes", options, q.shape[0]),)
+    if config.ordered:
+        turns = q.new_empty((*rows, 2), dtype=torch.int32)
+        prepared, tensors = (*prepared, turns), (*tensors, turns)
+    prepared += () if dlse is None else (dlse,)
     with torch.cuda.device(q.device):
         launch.prepare(prepared)
         launch.main(tensors, _backward_numbers(config.numbers, options), launch.section)
@@ -420,11 +424,12 @@ torch.library.define(
     "flash4::backward",
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float softmax_scale, "
     "bool causal=False, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, Tensor? sink=None, "
-    "Tensor? alibi_slopes=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? alibi_slopes=None, bool deterministic=False) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 # Fields of CallOptions that the operator takes, in order.
 _BACKWARD_FIELDS = (
     "softmax_scale", "causal", "window_left", "window_right", "softcap", "sink", "alibi_slopes",
+    "deterministic",
 )  # fmt: skip
 SINK_INPUT = 3 + CallOptions._fields.index("sink")  # of the forward operator
 
@@ -484,13 +489,15 @@ def _save(ctx, inputs, output):
         raise NotImplementedError(f"{obstacle}; without gradients, call it under torch.no_grad()")
     ctx.save_for_backward(q, k, v, *output, options.sink, options.alibi_slopes)
     ctx.set_materialize_grads(False)
-    ctx.numbers = tuple(getattr(options, name) for name in _BACKWARD_FIELDS[:-2])
+    ctx.options = options._replace(sink=None, alibi_slopes=None, aux_tensors=None)
 
 
 def _gradients(ctx, dout, dlse):
     *saved, sink, slopes = ctx.saved_tensors
     dout = torch.zeros_like(saved[3]) if dout is None else dout
-    *gradients, dsink = backward(dout, dlse, *saved, *ctx.numbers, sink, slopes)
+    options = ctx.options._replace(sink=sink, alibi_slopes=slopes)
+    fields = (getattr(options, name) for name in _BACKWARD_FIELDS)
+    *gradients, dsink = backward(dout, dlse, *saved, *fields)
     # As many as the caller gave: the dispatcher leaves out what is at its default.
     found = [None] * len(ctx.needs_input_grad)
     found[: len(gradients)] = gradients

@@ -39,6 +39,7 @@ class CallOptions(NamedTuple):
         score_mod: key of the callable that changes scores; 0 is none.
         mask_mod: key of the callable that hides keys; 0 is none.
         aux_tensors: what those read besides, or None.
+        deterministic: gradients are bitwise repeatable; the forward always is.
     """
 
     softmax_scale: float
@@ -56,6 +57,7 @@ class CallOptions(NamedTuple):
     score_mod: int = 0
     mask_mod: int = 0
     aux_tensors: list[torch.Tensor] | None = None
+    deterministic: bool = False
 
     @property
     def lengths(self) -> tuple:
@@ -74,6 +76,7 @@ class CallOptions(NamedTuple):
             self.softcap != 0,
             self.score_mod,
             self.mask_mod,
+            self.deterministic,
             *[
                 None if x is None else (x.shape, x.dtype, x.device)
                 for x in (self.sink, self.alibi_slopes, *self.lengths)
@@ -114,6 +117,7 @@ class AttentionProblem:
         cu_k: keys and values are packed; ``seqlen_k`` is their mean length, rounded up.
         used_q: queries in use are counted for each sequence.
         used_k: keys in use are counted for each sequence.
+        deterministic: gradients are bitwise repeatable.
     """
 
     dtype: torch.dtype
@@ -139,6 +143,7 @@ class AttentionProblem:
     cu_k: bool = False
     used_q: bool = False
     used_k: bool = False
+    deterministic: bool = False
 
     @property
     def varlen(self) -> bool:
@@ -230,6 +235,7 @@ class AttentionProblem:
             cu_k=cu_k,
             used_q=used_q,
             used_k=used_k,
+            deterministic=options.deterministic,
         )
 
 

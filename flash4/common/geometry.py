@@ -198,6 +198,13 @@ class QueryBlocks:
         end = imax(self.query_end(last_key, seqlen_q, seqlen_k), 0)
         return imax(ceil_div(end, self.tile_m) - first, 1)
 
+    def rank(self, n_block, block, seqlen_q, seqlen_k):
+        """How many tiles before ``n_block`` hold keys that a query of ``block`` may see; negative if it holds none itself."""
+        if not self.ends_early:
+            return n_block
+        first_key = block * self.tile_m + seqlen_k - seqlen_q - self.left
+        return n_block - imax(first_key, 0) // self.tile_n
+
     def unmasked(self, n_block, seqlen_q, seqlen_k):
         """(begin, end) of the blocks, counted from ``first``, whose queries all see all keys of the tile.
 

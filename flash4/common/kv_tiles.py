@@ -122,6 +122,14 @@ class KvTileSchedule:
         head = tile.head_kv * self.grid.ratio + i - block * self.grid.ratio
         return tile.first_block + block, head
 
+    def rank(self, tile, i):
+        """How many tiles must have added to dQ of step ``i`` before this one, in a fixed order; negative for one that is not asked.
+
+        They all have lower indices.
+        """
+        block, _ = self.place(tile, i)
+        return self.blocks.rank(tile.n_block, block, self.seqlen_q, self.seqlen_k)
+
     def phases(self, tile) -> tuple[Phase, ...]:
         """Steps with a mask, those without, and, with a window that limits the left side, again those with a mask."""
         unmasked = self.blocks.unmasked(tile.n_block, self.seqlen_q, self.seqlen_k)

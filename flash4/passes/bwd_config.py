@@ -17,6 +17,7 @@ class PrepareConfig:
         tile_d: head dim of dQ, padded.
         tile_dv: head dim of out, padded.
         dlse: the LSE has a gradient.
+        ordered: turns of tiles that add to dQ are counted, from zero.
     """
 
     bf16: bool
@@ -24,6 +25,7 @@ class PrepareConfig:
     tile_d: int
     tile_dv: int
     dlse: bool
+    ordered: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,5 +45,7 @@ class FinishConfig:
 
 def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig]:
     """The kernels around a backward kernel of this config."""
-    prepare = PrepareConfig(config.bf16, config.tile_m, config.tile_d, config.tile_dv, dlse)
+    prepare = PrepareConfig(
+        config.bf16, config.tile_m, config.tile_d, config.tile_dv, dlse, config.ordered
+    )
     return prepare, FinishConfig(config.bf16, config.tile_m, config.tile_d, config.swap_dq)

@@ -2,13 +2,14 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32
+from cutlass import BFloat16, Float16, Float32, Int32
 
 from flash4.common.numerics import LOG2E
 from flash4.passes.bwd_config import THREADS, PrepareConfig
 
 VECTOR = 8  # 16-bit elements of one load
 FLOATS = 4  # float32 of one store
+TURNS = 2  # of each block: the parts of dQ that the MMA warpgroups add
 
 
 class PrepareBackward:
@@ -48,6 +49,15 @@ class PrepareBackward:
         tensors = (
             rows(), rows(), statistic(seqlen, 1), statistic(padded, 1), statistic(padded, 1), sums,
         )  # fmt: skip
+        if c.ordered:
+            tensors += (
+                fake(
+                    Int32,
+                    (batch, heads, blocks, TURNS),
+                    stride=(sym(), sym(), sym(), 1),
+                    assumed_align=4,
+                ),
+            )
         if c.dlse:
             tensors += (statistic(seqlen, sym()),)
         return (tensors, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True))
@@ -55,7 +65,7 @@ class PrepareBackward:
     @cute.jit
     def __call__(
         self,
-        tensors,  # out, dout (B, S, H, Dv), lse (B, H, S); lse2, delta (B, H, padded S), dq (B, H, blocks, ..); dlse
+        tensors,  # out, dout (B, S, H, Dv), lse (B, H, S); lse2, delta (B, H, padded S), dq (B, H, blocks, ..); turns, dlse
         stream,
     ):
         """Launch."""
@@ -71,7 +81,7 @@ class PrepareBackward:
     def kernel(self, tensors: tuple, blocks: tuple):
         """All loads first: they are what takes the time."""
         c = self.config
-        out, dout, lse, lse2, delta, sums, *dlse = tensors
+        out, dout, lse, lse2, delta, sums, *optional = tensors
         thread, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()
         block, head, batch = place_of(index, blocks)
@@ -92,6 +102,9 @@ class PrepareBackward:
         for i in cutlass.range_constexpr(c.tile_m * c.tile_d // (FLOATS * THREADS)):
             at = (target + i * FLOATS * THREADS).align(16)
             cute.autovec_copy(zeros, cute.make_tensor(at, cute.make_layout(FLOATS)))
+        if cutlass.const_expr(c.ordered):
+            if thread < TURNS:
+                optional[0][batch, head, block, thread] = 0
         for i in cutlass.range_constexpr(passes):
             products = outs[None, i].load().to(Float32) * douts[None, i].load().to(Float32)
             total = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
@@ -104,7 +117,7 @@ class PrepareBackward:
                     row_lse = lse[batch, head, row] * LOG2E
                     row_delta = total
                     if cutlass.const_expr(c.dlse):
-                        row_delta = total - dlse[0][batch, head, row]
+                        row_delta = total - optional[-1][batch, head, row]
                     if row_lse == -Float32.inf:
                         row_lse, row_delta = Float32.inf, Float32(0.0)
                 lse2[batch, head, row] = row_lse

@@ -30,7 +30,7 @@ from flash4.sm100.fwd_config import ForwardConfig as ForwardConfigSm100
 DROPPED = {
     *("commit", "release", "open", "wait", "pass_on", "wait_mma", "wait_store"),
     *("post", "tail"),  # of signals and rings on Blackwell
-    *("sync", "acquire", "wait_read", "drain"),  # of the backward
+    *("sync", "acquire", "wait_read", "wait_turn", "pass_turn", "drain"),  # of the backward
 }
 UNWAITED = {
     "acquire_and_advance",
@@ -148,6 +148,7 @@ BACKWARD_PROBLEMS = (
     BackwardProblem(BackwardConfig(True, 16, 16, 64, True), 200, 300, 2),
     BackwardProblem(BackwardConfig(True, 16, 16, 128, True), 300, 300, 1, 2),
     BackwardProblem(BackwardConfig(True, 16, 16, 64, False), 64, 400),
+    BackwardProblem(BackwardConfig(True, 16, 16, 64, True, ordered=True), 300, 400, 1, 3),
 )
 
 

@@ -13,7 +13,7 @@ from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.numerics import LOG2E
 from flash4.problem import CallOptions
-from flash4.sim.barriers import NamedBarrier
+from flash4.sim.barriers import NamedBarrier, Semaphore
 from flash4.sim.bulk import Accumulator, BulkGroups
 from flash4.sim.limits import check_graph
 from flash4.sim.machine import Machine
@@ -52,7 +52,8 @@ class Call:
         dv: result.
         options: of the call.
         tiles: schedule of one CTA.
-        sums: (batch, head, block, warpgroup) -> what the CTA adds to dQ there.
+        sums: (batch, head, block, warpgroup) -> what the machine's CTAs add to dQ there.
+        turns: the same -> count of tiles that have added, if their order is fixed.
     """
 
     config: BackwardConfig
@@ -66,7 +67,8 @@ class Call:
     dv: np.ndarray
     options: CallOptions
     tiles: KvTileSchedule
-    sums: dict[tuple, Accumulator] = field(default_factory=dict)
+    sums: dict[tuple, Accumulator]
+    turns: dict[tuple, Semaphore]
 
 
 class LoadOps:
@@ -187,13 +189,38 @@ class ReduceOps:
         self._machine, self._call, self._box, self._group = machine, call, box, group
         self._bulk = BulkGroups(machine)
 
+    def _key(self, tile, i):
+        block, head = self._call.tiles.place(tile, i)
+        return tile.batch, head, block, self._group
+
+    def _turn(self, key) -> Semaphore:
+        turns = self._call.turns
+        if key not in turns:
+            turns[key] = Semaphore(self._machine, f"turns of dQ{key}")
+        return turns[key]
+
+    def wait_turn(self, tile, i):
+        """Wait until all tiles whose turn comes first have added theirs."""
+        rank = self._call.tiles.rank(tile, i)
+        if self._call.config.ordered and rank >= 0:
+            self._turn(self._key(tile, i)).wait(rank)
+
+    def pass_turn(self, tile, i):
+        """Wait until the addition is done, and let the next tile go."""
+        if not self._call.config.ordered:
+            return
+        self._bulk.wait_group(0)
+        if self._call.tiles.rank(tile, i) >= 0:
+            self._turn(self._key(tile, i)).add()
+
     def add_dq(self, tile, i):
         """Accumulator += box, for the queries of step ``i``."""
-        call = self._call
-        block, head = call.tiles.place(tile, i)
-        key = (tile.batch, head, block, self._group)
+        call, key = self._call, self._key(tile, i)
         if key not in call.sums:
-            call.sums[key] = Accumulator(self._machine, f"dQ{key}", call.config.dq_shape)
+            # Tiles that have no turn add zeros, in any order.
+            ordered = call.config.ordered and not call.config.left
+            shape = call.config.dq_shape
+            call.sums[key] = Accumulator(self._machine, f"dQ{key}", shape, ordered)
         self._bulk.reduce_add(self._box.region, call.sums[key], f"{tile.index}")
         self._bulk.commit_group()
 
@@ -209,9 +236,9 @@ class ReduceOps:
 class MmaOps:
     """Verbs of the ``mma`` role, for one warpgroup."""
 
-    def __init__(self, machine: Machine, call: Call, group: int, regions: dict, box: Box):
+    def __init__(self, machine: Machine, call: Call, prefix: str, group: int, regions, box: Box):
         self._machine, self._call, self._config, self._group = machine, call, call.config, group
-        self._name, self._regions, self._box = f"mma[{group}]", regions, box
+        self._name, self._regions, self._box = f"{prefix}mma[{group}]", regions, box
         self._rows = slice(group * MMA_ROWS, (group + 1) * MMA_ROWS)
         self._queue = MmaQueue(machine, self._name)
         self._stores = machine.lane(f"stores of {self._name}", ordered=True)
@@ -255,8 +282,10 @@ class MmaOps:
         keys = range(tile.n_block * TILE_N, (tile.n_block + 1) * TILE_N)[self._rows]
         scale, slope = np.float32(options.softmax_scale), 1
         if options.softcap:
-            values[:] = np.tanh(values * np.float32(options.softmax_scale / options.softcap))
-            scale, slope = np.float32(options.softcap), 1 - values * values
+            within = values * np.float32(options.softmax_scale / options.softcap)
+            rest = 1 / (np.exp(2 * np.abs(within)) + 1)
+            scale, slope = np.float32(options.softcap), 4 * rest * (1 - rest)
+            values[:] = np.tanh(within)
         values[:] = values * (scale * np.float32(LOG2E)) - q_slot.region.read()[:, -1]
         if self._config.alibi:
             distance = queries + lengths[1] - lengths[0] - np.array(keys)[:, None]
@@ -413,7 +442,10 @@ def simulate_backward(
 
 
 def backward_machines(config, tensors, options, workers, seed, variation=None, dlse=None):
-    """Yield the machine and the call of every CTA, ready to run; arguments as of ``simulate_backward``."""
+    """Yield the machine and the call of every CTA, ready to run; arguments as of ``simulate_backward``.
+
+    CTAs that wait for one another's additions are all in one machine; its call is that of the last of them.
+    """
     (q, k, v, out, lse, dout), variation = tensors, variation or Variation()
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
     options = options if isinstance(options, CallOptions) else CallOptions(options)
@@ -427,23 +459,26 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
     dk, dv = (np.full(x.shape, np.nan, np.float32) for x in (k, v))
     statistics = prepare(config, out, lse, dout, dlse)
     check_graph(config.graph, SMEM_LIMIT)
+    machine = None
     for worker in range(workers):
+        if machine is None or not config.ordered:
+            machine, shared = Machine(seed + worker, variation.strict), ({}, {})
         lengths = (seqlen_q, seqlen_k)
         tiles = KvTileSchedule(blocks, grid, section, worker, workers, *lengths)
-        call = Call(config, q, k, v, dout, *statistics, dk, dv, options, tiles)
-        machine = Machine(seed + worker, variation.strict)
-        _fill_cta(machine, call, variation)
-        yield machine, call
+        call = Call(config, q, k, v, dout, *statistics, dk, dv, options, tiles, *shared)
+        _fill_cta(machine, call, variation, f"cta{worker}." if config.ordered else "")
+        if worker == workers - 1 or not config.ordered:
+            yield machine, call
 
 
-def _regions(memory: Space, config: BackwardConfig) -> dict[tuple, Region]:
+def _regions(memory: Space, config: BackwardConfig, prefix: str) -> dict[tuple, Region]:
     """Parts of shared memory that are not slots of a ring, by the graph's map."""
     bases, regions = config.graph.addresses(), {}
     half = config.tile_m * MMA_ROWS * ELEMENT_BYTES
     box = config.dq_floats * 4
 
     def add(key, at, size, shape):
-        name = "".join(str(part) if i == 0 else f"[{part}]" for i, part in enumerate(key))
+        name = prefix + "".join(str(part) if i == 0 else f"[{part}]" for i, part in enumerate(key))
         regions[key] = Region(memory, name, at, at + size, shape)
 
     for group in GROUPS:
@@ -457,8 +492,8 @@ def _regions(memory: Space, config: BackwardConfig) -> dict[tuple, Region]:
     return regions
 
 
-def _fill_cta(machine: Machine, call: Call, variation: Variation):
-    """Shared memory, rings, barriers and roles of one CTA, by the config's graph."""
+def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str):
+    """Shared memory, rings, barriers and roles of one CTA, by the config's graph; ``prefix`` is that of its names."""
     config, graph, schedule = call.config, call.config.graph, variation.roles()
     memory, bases = Space(machine), graph.addresses()
     shapes = {
@@ -471,7 +506,7 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation):
         Ring(machine, spec, MMA_WARPGROUPS, memory, bases[spec.name], shapes[spec.name])
         for spec in graph.rings
     ]
-    regions = _regions(memory, config)
+    regions = _regions(memory, config, prefix)
 
     def ends(role, order):
         named = {ring.spec.name: ring for ring in rings}
@@ -480,7 +515,9 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation):
     meeting = NamedBarrier(machine, BARRIER_EXCHANGE, "exchange", EXCHANGE_THREADS, WARPGROUP)
     roles = {name: plain(getattr(variation.roles, name)) for name in ("load", "mma", "reduce")}
     order, tiles = ("k", "v", "q", "do"), call.tiles
-    machine.spawn("load", roles["load"], schedule, LoadOps(call), tiles, *ends("load", order))
+    machine.spawn(
+        f"{prefix}load", roles["load"], schedule, LoadOps(call), tiles, *ends("load", order)
+    )
     for group in GROUPS:
         machine.name_barrier(BARRIER_STORE + group, f"store of mma[{group}]")
         box = Box(
@@ -490,8 +527,10 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation):
                 for number, what in ((BARRIER_DQ_FULL, "full"), (BARRIER_DQ_EMPTY, "empty"))
             ),
         )
-        ops = MmaOps(machine, call, group, regions, box)
+        ops = MmaOps(machine, call, prefix, group, regions, box)
         ends_and_signals = (*ends("mma", order), Exchange(meeting), Outbox(box))
-        machine.spawn(f"mma[{group}]", roles["mma"], schedule, ops, tiles, *ends_and_signals)
+        machine.spawn(
+            f"{prefix}mma[{group}]", roles["mma"], schedule, ops, tiles, *ends_and_signals
+        )
         ops = ReduceOps(machine, call, box, group)
-        machine.spawn(f"reduce[{group}]", roles["reduce"], schedule, ops, tiles, Inbox(box))
+        machine.spawn(f"{prefix}reduce[{group}]", roles["reduce"], schedule, ops, tiles, Inbox(box))

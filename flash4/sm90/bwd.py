@@ -75,6 +75,7 @@ class RunTime:
     left: object  # sides of the window, Int32
     right: object
     slopes: object  # (B, H), float32
+    turns: object  # (B, H, blocks, 2), int32
     section: Int32
     seqlen_q: Int32
     seqlen_k: Int32
@@ -138,10 +139,18 @@ class BackwardSm90:
             tensor(batch, seqlen_k, heads_kv, head_dim),
             tensor(batch, seqlen_k, heads_kv, head_dim_v),
         )
-        if c.alibi:
-            tensors += (
-                fake(Float32, (cute.sym_int(), heads), stride=(sym(1), 1), assumed_align=4),
-            )
+        optional = {
+            "alibi_slopes": fake(
+                Float32, (cute.sym_int(), heads), stride=(sym(1), 1), assumed_align=4
+            ),
+            "turns": fake(
+                Int32,
+                (batch, heads, blocks, MMA_WARPGROUPS),
+                stride=(sym(1), sym(1), sym(1), 1),
+                assumed_align=4,
+            ),
+        }
+        tensors += tuple(optional[name] for name in c.optional_tensors)
         types = {"left": Int32, "right": Int32}
         numbers = tuple(types.get(name, Float32)(1) for name in c.numbers)
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
@@ -175,6 +184,7 @@ class BackwardSm90:
             left=numbers.get("left"),
             right=numbers.get("right"),
             slopes=optional.get("alibi_slopes"),
+            turns=optional.get("turns"),
             section=section,
             seqlen_q=q.shape[1],
             seqlen_k=k.shape[1],
@@ -286,7 +296,7 @@ class BackwardSm90:
             first = reduce.first_warp
             if (warp >= first) & (warp < first + reduce.active_warps):
                 mine = warp - first
-                ops = ReduceOps(c, tiles, run_time.dq, shared.dq[None, mine], mine)
+                ops = ReduceOps(c, tiles, run_time.dq, shared.dq[None, mine], run_time.turns, mine)
                 self.roles.reduce(ops, tiles, Inbox(mine))
         else:
             cute.arch.setmaxregister_increase(mma.registers)

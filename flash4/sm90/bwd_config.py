@@ -16,7 +16,8 @@ FLOAT_BYTES = 4
 MMA_WARPGROUPS = 2
 TILE_N = MMA_ROWS * MMA_WARPGROUPS  # keys of a tile: each warpgroup's rows of S^T
 MAX_HEAD_DIM = 128
-MMA_REGISTERS, OTHER_REGISTERS = 240, 24
+REGISTERS = (240, 24)  # per thread of ``mma``, and of the warpgroup of the others
+TURN_REGISTERS = (232, 40)  # where those work out whose turn it is, and ``mma`` can spare them
 STAGES = 2
 
 
@@ -36,6 +37,7 @@ class BackwardConfig:
         right: a window limits the keys after it, and lets some through (none is ``causal``).
         softcap: scores are capped; the cap is a run-time value.
         alibi: scores lose a slope of their head times the distance between query and key.
+        ordered: tiles add to dQ in a fixed order, so that it is bitwise repeatable.
     """
 
     bf16: bool
@@ -48,6 +50,7 @@ class BackwardConfig:
     right: bool = False
     softcap: bool = False
     alibi: bool = False
+    ordered: bool = False
 
     def __post_init__(self):
         if self.swap_dq and (self.tile_d != 2 * MMA_ROWS or self.tile_m % 16):
@@ -87,7 +90,8 @@ class BackwardConfig:
     @property
     def optional_tensors(self) -> tuple[str, ...]:
         """Tensors that the launch takes after dk and dv, in order."""
-        return ("alibi_slopes",) if self.alibi else ()
+        given = {"alibi_slopes": self.alibi, "turns": self.ordered}
+        return tuple(name for name, present in given.items() if present)
 
     @property
     def splits_queries(self) -> bool:
@@ -125,9 +129,11 @@ class BackwardConfig:
         load --[q x2 tma->warps]--> mma
         load --[do x2 tma->warps]--> mma
         """
-        load = Role("load", range(0, 1), 1, OTHER_REGISTERS)
-        reduce = Role("reduce", range(0, 1), MMA_WARPGROUPS, OTHER_REGISTERS, first_warp=1)
-        mma = Role("mma", range(1, 1 + MMA_WARPGROUPS), 4 * MMA_WARPGROUPS, MMA_REGISTERS)
+        turns = self.ordered and (self.left or self.tile_d < 128)
+        mma_registers, registers = TURN_REGISTERS if turns else REGISTERS
+        load = Role("load", range(0, 1), 1, registers)
+        reduce = Role("reduce", range(0, 1), MMA_WARPGROUPS, registers, first_warp=1)
+        mma = Role("mma", range(1, 1 + MMA_WARPGROUPS), 4 * MMA_WARPGROUPS, mma_registers)
         k_bytes, v_bytes = (TILE_N * d * ELEMENT_BYTES for d in (self.tile_d, self.tile_dv))
         q_bytes, do_bytes = (self.tile_m * d * ELEMENT_BYTES for d in (self.tile_d, self.tile_dv))
         statistics = self.statistics_bytes
@@ -176,6 +182,10 @@ def choose_config(problem) -> tuple[BackwardConfig, tuple[str, ...]]:
     import torch
 
     tile_d, tile_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
+    if problem.softcap and (tile_d, tile_dv) == (96, 128):
+        tile_d = (
+            128  # a tanh leaves registers for steps of 48 queries only, which need dQ to be swapped
+        )
     tile, why = choose_tile(tile_d, tile_dv, problem)
     config = BackwardConfig(
         bf16=problem.dtype == torch.bfloat16,
@@ -186,6 +196,7 @@ def choose_config(problem) -> tuple[BackwardConfig, tuple[str, ...]]:
         right=problem.window_right,
         softcap=problem.softcap,
         alibi=problem.alibi,
+        ordered=problem.deterministic,
         **tile,
     )
     return config, (why,)
@@ -199,11 +210,11 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
     """
     tile = {"tile_m": 64}
     if problem.softcap:
-        if tile_d == tile_dv == 128 and problem.window_left:
+        if tile_d == tile_dv == 128:
             tile = {"tile_m": 48, "swap_dq": True}
     elif tile_d == tile_dv == 64:
         tile = {"tile_m": 128}
-    elif tile_d == 128:
+    elif tile_d == 128 and not (tile_dv == 128 and problem.deterministic and problem.window_left):
         tile = {"tile_m": 80, "swap_dq": True}
     dims = f"head dims {tile_d}/{tile_dv}{' and a cap' if problem.softcap else ''}"
     return tile, f"{tile['tile_m']} queries per step: what registers hold beside {dims}"

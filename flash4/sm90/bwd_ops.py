@@ -13,6 +13,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from flash4.common import numerics
 from flash4.common.dsl import inline_ptx
+from flash4.common.geometry import choose
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.kv_tiles import KvTileSchedule
 from flash4.common.numerics import LOG2E
@@ -54,6 +55,31 @@ def add_floats(destination, source, nbytes: int):
         Int64(destination.toint()),
         Int32(source.toint()),
         Int32(nbytes),
+        side_effects=True,
+    )
+
+
+def wait_for_count(address, count):
+    """Wait until the number at ``address`` in global memory is at least ``count``; the whole warp calls it."""
+    inline_ptx(
+        None,
+        "l,r,~{memory}",
+        "{ .reg .pred p; .reg .s32 v; AGAIN: ld.acquire.gpu.global.s32 v, [$0]; "
+        "setp.lt.s32 p, v, $1; @p bra AGAIN; }",
+        Int64(address.toint()),
+        Int32(count),
+        side_effects=True,
+    )
+
+
+def add_to_count(address, amount):
+    """Add to the number at ``address`` in global memory, behind what the elected thread did; the whole warp calls it."""
+    inline_ptx(
+        None,
+        "l,r,~{memory}",
+        "{ .reg .pred p; elect.sync _|p, 0xffffffff; @p red.release.gpu.global.add.s32 [$0], $1; }",
+        Int64(address.toint()),
+        Int32(amount),
         side_effects=True,
     )
 
@@ -174,7 +200,26 @@ class ReduceOps:
     tiles: KvTileSchedule
     mDQ: cute.Tensor  # (B, H, blocks, tile_m tile_d), float32
     sDQ: cute.Tensor  # (dq_floats,) of the warpgroup
+    mTurns: object  # (B, H, blocks, 2) int32, tiles that have added; None if the order is free
     warpgroup: Int32
+
+    def wait_turn(self, tile, i):
+        """Wait until all tiles whose turn comes first have added theirs."""
+        if self.config.ordered:
+            wait_for_count(self._turn(tile, i), self.tiles.rank(tile, i))
+            cute.arch.fence_proxy("async.global")  # the copy engine comes after this thread
+
+    def pass_turn(self, tile, i):
+        """Wait until the addition is done, and let the next tile go."""
+        if self.config.ordered:
+            cute.arch.cp_async_bulk_wait_group(0)
+            cute.arch.fence_proxy("async.global")
+            counts = choose(self.tiles.rank(tile, i) >= 0, 1, 0)  # others have no turn
+            add_to_count(self._turn(tile, i), counts)
+
+    def _turn(self, tile, i):
+        block, head = self.tiles.place(tile, i)
+        return self.mTurns[tile.batch, head, block, None].iterator + self.warpgroup
 
     def add_dq(self, tile, i):
         """Accumulator += box, for the queries of step ``i``."""
@@ -322,8 +367,8 @@ class MmaOps:
         """(scaled score in log2 units, its slope over the scale or None) of a product of query and key."""
         if not self.config.softcap:
             return product * self.scale_log2, None
-        capped = numerics.tanh(product * self.cap_scale)
-        return capped * self.cap_log2, 1.0 - capped * capped
+        capped, slope = numerics.tanh_and_slope(product * self.cap_scale)
+        return capped * self.cap_log2, slope
 
     def _place(self, tile, i):
         """What masks and biases of step ``i`` depend on, for this thread."""

@@ -74,14 +74,16 @@ class BackwardRoles:
 
     @cute.jit
     def reduce(self, ops, tiles, inbox):
-        """Adds one warpgroup's part of each dQ to the accumulator in global memory."""
+        """Adds one warpgroup's part of each dQ to the sums in global memory, by turns if their order is fixed."""
         inbox.open()
         tile = tiles.first()
         while tile.valid:
             for i in range(0, tile.steps):
                 inbox.wait()
+                ops.wait_turn(tile, i)  # the tiles before have added theirs
                 ops.add_dq(tile, i)
                 ops.wait_read()
                 inbox.release()
+                ops.pass_turn(tile, i)  # what was added is written
             tile = tiles.next(tile)
         ops.drain()

@@ -32,7 +32,13 @@ def random_cases(n: int, seed: int) -> list[GradientCase]:
     drawn = random_problems(100 * n, seed, max_scores=MAX_SCORES)
     problems = itertools.islice((p for p in drawn if is_built(p)), n)
     return [
-        GradientCase(problem, seed + i, choose(DOUTS), choose((False, False, True)))
+        GradientCase(
+            problem,
+            seed + i,
+            choose(DOUTS),
+            choose((False, False, True)),
+            choose((False,) * 5 + (True,)),
+        )
         for i, problem in enumerate(problems)
     ]
 
@@ -46,10 +52,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--problem", help="one problem instead, such as 'Problem(seqlen_q=3)'")
     parser.add_argument("--dout", choices=DOUTS, default="contiguous", help="with --problem")
     parser.add_argument("--dlse", action="store_true", help="with --problem")
+    parser.add_argument("--deterministic", action="store_true", help="with --problem")
     options = parser.parse_args(arguments)
     if options.problem:
         problem = eval(options.problem, {"Problem": Problem, "torch": torch})
-        cases = [GradientCase(problem, options.seed, options.dout, options.dlse)]
+        flags = (options.dout, options.dlse, options.deterministic)
+        cases = [GradientCase(problem, options.seed, *flags)]
     else:
         cases = random_cases(options.n, options.seed)
     start = time.perf_counter()

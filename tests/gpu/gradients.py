@@ -34,23 +34,26 @@ class GradientCase:
         seed: of its tensors.
         dout: name in ``DOUTS``.
         dlse: the loss is on the log-sum-exp, too.
+        deterministic: as in the public function.
     """
 
     problem: Problem
     seed: int = 0
     dout: str = "contiguous"
     dlse: bool = False
+    deterministic: bool = False
 
     def __str__(self) -> str:
-        dlse = " --dlse" if self.dlse else ""
+        flags = " --dlse" * self.dlse + " --deterministic" * self.deterministic
         return (
             f'python -m tests.gpu.fuzz_backward --problem "{self.problem}" --seed {self.seed} '
-            f'--dout "{self.dout}"{dlse}'
+            f'--dout "{self.dout}"{flags}'
         )
 
     def kernels(self, arch: str) -> list[tuple[str, object, str]]:
         """What the kernel cache is asked for; nothing for an empty problem."""
-        problem, keywords = self.problem, self.problem.keywords("meta")
+        problem = self.problem
+        keywords = problem.keywords("meta") | {"deterministic": self.deterministic}
         if not all(x.numel() for x in problem.shapes):
             return []
         forward = flash4.explain(*problem.shapes, arch=arch, **keywords)
@@ -91,7 +94,7 @@ class GradientCase:
 
     def gradients(self, inputs, device: str = DEVICE) -> tuple[Tensor, ...]:
         """Gradients of the inputs, and of the sinks if there are any, by way of the public function."""
-        keywords = self.problem.keywords(device)
+        keywords = self.problem.keywords(device) | {"deterministic": self.deterministic}
         sink = keywords["learnable_sink"]
         leaves = inputs if sink is None else (*inputs, sink.requires_grad_())
         out, lse = flash4.flash_attn_func(*inputs, return_lse=True, **keywords)

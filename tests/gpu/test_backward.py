@@ -71,6 +71,10 @@ PROBLEMS = {
     ),
     "d128 cap": Problem(**D128, **SQUARE, causal=True, softcap=5.0),
     "d64 cap, negative scale": Problem(**D64, **SQUARE, softcap=2.0, softmax_scale=-0.3),
+    "d40 and 56, far above the cap": Problem(
+        head_dim=40, head_dim_v=56, batch=3, heads_kv=2, ratio=4, seqlen_q=223, seqlen_k=2,
+        value_scale=3.0, window_size=(201, 0), softcap=1.0,
+    ),
     "d128 cap and window": Problem(**D128, **SQUARE, softcap=5.0, window_size=(100, 30)),
     "d128 sink, rows without keys": Problem(
         **D128, heads_kv=3, ratio=2, seqlen_q=517, seqlen_k=130, causal=True, sink=0.0
@@ -142,6 +146,43 @@ def test_repeats(name: str):
         dq, dk, dv = case.gradients(inputs)
         assert torch.equal(dk, first[1]) and torch.equal(dv, first[2])
         assert (dq - first[0]).abs().max() <= 2 * torch.finfo(dq.dtype).eps * largest
+
+
+TURNS = LARGE | {
+    "one head, more tiles than multiprocessors": Problem(
+        head_dim=64, head_dim_v=64, dtype=BF16, seqlen_q=300, seqlen_k=40_000
+    ),
+    "d128 full, few heads": Problem(**D128, heads_kv=2, seqlen_q=3000, seqlen_k=9000),
+    "d128 causal window": Problem(
+        **D128, heads_kv=8, ratio=2, seqlen_q=3000, seqlen_k=3500, window_size=(400, 0)
+    ),
+    "d64 window": Problem(**D64, heads_kv=8, seqlen_q=2000, seqlen_k=4000, window_size=(300, 200)),
+    "d128 everything": PROBLEMS["d128 everything"],
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_deterministic_gradients_repeat(name: str):
+    case = GradientCase(TURNS[name], deterministic=True)
+    if case.problem.scores <= 2**25:
+        case.check()
+    inputs = case.inputs()
+    first = case.gradients(inputs)
+    for _ in range(100):
+        for got, wanted in zip(case.gradients(inputs), first, strict=True):
+            assert torch.equal(got, wanted)
+
+
+def test_torch_asks_for_deterministic_gradients():
+    case = GradientCase(LARGE["d128 causal"])
+    inputs = case.inputs()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        results = [case.gradients(inputs) for _ in range(20)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for gradients in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients, results[0], strict=True))
 
 
 def test_neighbours_in_the_batch_do_not_matter():

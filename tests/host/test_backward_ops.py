@@ -46,9 +46,12 @@ def order_of_sums(config):
 
 def prepare(config, tensors):
     """``passes.bwd_prepare`` in torch."""
-    out, dout, lse, lse2, delta, sums, *dlse = tensors
+    out, dout, lse, lse2, delta, sums, *optional = tensors
     check_rows(out, dout)
-    assert len(dlse) == config.dlse
+    assert len(optional) == config.ordered + config.dlse
+    dlse = optional[config.ordered :]
+    if config.ordered:
+        optional[0].zero_()
     d = (out.float() * dout.float()).sum(-1).transpose(1, 2)
     d = d - dlse[0] if dlse else d
     lse2.fill_(torch.inf)
@@ -72,6 +75,8 @@ def multiply(config, tensors, numbers, section):
     if config.softcap:
         capped = torch.tanh(numbers["cap_scale"] * qs @ ks.mT)
         scores, slope = numbers["cap"] * capped, 1 - capped.square()
+    if config.ordered:
+        assert not optional["turns"].any() and optional["turns"].shape == (*sums.shape[:3], 2)
     distance = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q - torch.arange(seqlen_k)
     if config.alibi:
         scores = scores - optional["alibi_slopes"][:, :, None, None] * distance.abs()
@@ -430,17 +435,20 @@ def test_gradients_of_slopes_are_refused():
         flash4.flash_attn_func(*x.three, alibi_slopes=slopes.detach())
 
 
-def test_deterministic_gradients_are_refused():
-    x = Inputs.draw()
-    with stand_in_gpu():
-        with pytest.raises(NotImplementedError, match="deterministic gradients"):
-            flash4.flash_attn_func(*x.three, deterministic=True)
-        flash4.flash_attn_func(*(t.detach() for t in x.three), deterministic=True)
-        flash4.flash_attn_func(*x.three, deterministic=False)
-        with mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: True):
-            flash4.flash_attn_func(*x.three, deterministic=False)
-            with pytest.raises(NotImplementedError, match="deterministic gradients"):
-                flash4.flash_attn_func(*x.three)
+@pytest.mark.parametrize("asked", ["True", "by torch", "False although torch", "None"])
+def test_deterministic_gradients(asked):
+    """What is asked for when the forward is called holds for its backward."""
+    x, wanted = Inputs.draw(), {"True": True, "False although torch": False}.get(asked)
+    torchs = "torch" in asked
+    with stand_in(), mock.patch.object(ops.CACHE, "get", wraps=ops.CACHE.get) as get:
+        with mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: torchs):
+            out = flash4.flash_attn_func(*x.three, deterministic=wanted, causal=True)
+        gradients = torch.autograd.grad(out, x.three, x.dout)
+    assert_gradients_close(gradients, x.three, x.dout, causal=True)
+    configs = {call.args[0]: call.args[1] for call in get.call_args_list}
+    ordered = asked in ("True", "by torch")
+    assert configs["flash4.sm90.bwd:BackwardSm90"].ordered == ordered
+    assert configs[PREPARE].ordered == ordered
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -41,6 +41,7 @@ def test_the_problems_cover_what_can_differ():
     configs = [problem.config for problem in BACKWARD_PROBLEMS]
     assert {config.splits_queries for config in configs} == {True, False}
     assert {config.causal for config in configs} == {True, False}
+    assert {config.ordered for config in configs} == {True, False}
 
 
 def test_the_kernel_itself_is_not_reported(jury):

@@ -11,7 +11,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 import flash4
@@ -168,6 +168,7 @@ def cases(draw):
         window = (window[0], None)
     limited = {"left": window[0] is not None, "right": window[1] is not None}
     features = {"softcap": softcap != 0, "alibi": draw(st.sampled_from((False, False, True)))}
+    features["ordered"] = draw(st.sampled_from((False, False, True)))
     return Case(
         replace(config, causal=causal, **limited, **features),
         draw(st.sampled_from((head_dim, 8 * draw(st.integers(1, head_dim // 8))))),
@@ -193,8 +194,15 @@ def test_numbers_of_random_problems(case, seed):
     run(case, seed)
 
 
+# Scores far above their cap, whose slopes are far below the spacing of numbers at 1.
+SATURATED = strategies.Problem(
+    torch.float16, 3, 2, 4, 40, 56, 223, 2, value_scale=3.0, window_size=(201, 0), softcap=1.0
+)
+
+
 @settings(max_examples=60)
 @given(strategies.problems(max_seqlen=400, max_scores=2**17), st.integers(0, 2**16))
+@example(SATURATED, 29379)
 def test_calls_of_every_feature(problem, seed):
     """Any call of the public function that has gradients, with the config that it would get."""
     inputs, keywords = problem.tensors(seed=seed), problem.keywords()
@@ -277,6 +285,31 @@ def test_every_order_gives_the_same_bits_of_dk_and_dv():
     ]
     for _, dk, dv in results[1:]:
         assert (dk == results[0][1]).all() and (dv == results[0][2]).all()
+
+
+WITH_TURNS = {
+    "full": (False, (None, None)),
+    "causal": (True, (None, None)),
+    "causal window": (True, (40, None)),
+    "window": (False, (100, 200)),
+}
+
+
+@pytest.mark.parametrize("name", WITH_TURNS)
+def test_turns_give_the_same_bits_of_dq(name):
+    """Whatever the order of CTAs; without turns it would matter."""
+    causal, window = WITH_TURNS[name]
+    facts = {"window_left": window[0] is not None, "window_right": window[1] is not None}
+    config = shipped(64, 64, causal, deterministic=True, **facts)
+    case = Case(config, 64, 64, 1, 300, 600, 1, 2, window_size=window)
+    arrays, _ = case.arrays()
+    results = [
+        simulate_backward(config, arrays, case.options, workers, seed)
+        for workers, seed in ((5, 0), (2, 1), (3, 2), (4, 3), (1, 4))
+    ]
+    for gradients in results[1:]:
+        assert all((a == b).all() for a, b in zip(gradients, results[0], strict=True))
+    run(case)
 
 
 def test_simulates_after_compiling():

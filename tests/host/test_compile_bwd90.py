@@ -48,6 +48,7 @@ CONFIGS = {
     )
 }
 EVERYTHING = {"window_left": True, "window_right": True, "softcap": True, "alibi": True}
+WINDOW_TURNS = {"causal": True, "window_left": True, "deterministic": True}
 CONFIGS |= {
     f"{d}/{dv} {name}": config_for(d, dv, **facts)
     for d, dv, name, facts in (
@@ -57,6 +58,12 @@ CONFIGS |= {
         (64, 64, "cap", {"softcap": True}),
         (128, 128, "alibi", {"alibi": True}),
         (64, 64, "causal, alibi", {"causal": True, "alibi": True}),
+        (128, 128, "causal, turns", {"causal": True, "deterministic": True}),
+        (64, 64, "turns", {"deterministic": True}),
+        (64, 64, "causal, alibi, turns", {"causal": True, "alibi": True, "deterministic": True}),
+        (128, 128, "causal window, turns", WINDOW_TURNS),
+        (64, 64, "causal window, turns", WINDOW_TURNS),
+        (128, 128, "everything, turns", EVERYTHING | {"deterministic": True}),
         (128, 128, "causal window, cap", {"causal": True, "window_left": True, "softcap": True}),
         *(
             (d, dv, "everything", EVERYTHING)

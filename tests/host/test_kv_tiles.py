@@ -114,6 +114,31 @@ def test_every_step_once(causal, left, heads_kv, batch, ratio, section, ctas):
     assert len(order) == grid.total
 
 
+@given(
+    st.booleans(), LIMITS, LIMITS, st.integers(1, 60), st.integers(1, 60), st.integers(1, 4),
+)  # fmt: skip
+def test_turns_count_up_and_wait_for_tiles_that_have_begun(
+    causal, left, right, seqlen_q, seqlen_k, section
+):
+    """Tiles that a block's queries see have the turns 0, 1, 2, ..., each after those with lower indices."""
+    blocks = QueryBlocks(5, 8, causal, left, None if causal else right)
+    grid = KvGrid(ceil_div(seqlen_k, 8), 2, 2, 2)
+    tiles = KvTileSchedule(blocks, grid, section, 0, 1, seqlen_q, seqlen_k)
+    turns = {}
+    for index in range(grid.total):
+        tile = tiles.at(index)
+        for i in range(tile.steps):
+            block, head = tiles.place(tile, i)
+            queries = range(block * 5, min((block + 1) * 5, seqlen_q))
+            keys = range(tile.n_block * 8, (tile.n_block + 1) * 8)
+            seen = any(sees(blocks, q, key, seqlen_q, seqlen_k) for q in queries for key in keys)
+            rank = tiles.rank(tile, i)
+            assert rank >= 0 or not seen
+            if rank >= 0:
+                turns.setdefault((tile.batch, head, block), []).append(rank)
+    assert all(ranks == list(range(len(ranks))) for ranks in turns.values())
+
+
 def test_long_tiles_come_first_within_a_section():
     grid = KvGrid(n_blocks=4, heads_kv=3, batch=2, ratio=1)
     tiles = KvTileSchedule(QueryBlocks(4, 8, True), grid, 2, 0, 1, 32, 32)
