@@ -296,10 +296,11 @@ class TensorCore:
         self._check(accs, operands, label)
 
         def land():
-            with np.errstate(all="ignore"):  # memory that nobody has written may hold anything
+            # Memory that nobody has written may hold anything, and sums may overflow.
+            with np.errstate(all="ignore"):
                 result = product(*(operand.peek() for operand in operands))
-            for tile, part in zip(accs, result if isinstance(acc, tuple) else (result,)):
-                tile.poke(tile.peek() + part if accumulate else part)
+                for tile, part in zip(accs, result if isinstance(acc, tuple) else (result,)):
+                    tile.poke(tile.peek() + part if accumulate else part)
 
         self._lane().issue(label, land, reads=operands, writes=accs)
 

@@ -206,7 +206,8 @@ def test_resources(name, compiled):
     assert found["registers"] == LAUNCH_REGISTERS, found
     assert found["mmas"] == mmas(config), found
     on_fma = config.head * config.poly // 16
-    assert found["exp2"] == 2 * (config.tile_n - on_fma + 1), "masked blocks and the others"
+    copies = 2 + config.fixed_shift  # masked blocks, those with a fixed shift, and the others
+    assert found["exp2"] == copies * (config.tile_n - on_fma) + 2, "and two factors"
     # K, V, and P of each tile in two parts; S; the factors of both tiles.
     waits = [found[f"{role} loop waits"] for role in ("mma", "softmax", "correction")]
     assert waits == [6, 1, 2], found
@@ -279,7 +280,8 @@ def test_what_does_not_fit_is_refused():
     "fields",
     [
         {"tile_d": 96}, {"tile_dv": 192}, {"tile_n": 96}, {"stages": 1}, {"o_slots": 3},
-        {"ctas": 3}, {"ctas": 2, "tile_dv": 64}, {"poly": 3}, {"head": 128}, {"head": 40}, {"pack": 3}, {"causal": True, "right": True},
+        {"ctas": 3}, {"ctas": 2, "tile_dv": 64}, {"fixed_shift": True, "bf16": False},
+        {"fixed_shift": True, "cu_q": True}, {"poly": 3}, {"head": 128}, {"head": 40}, {"pack": 3}, {"causal": True, "right": True},
     ],
     ids=str,
 )  # fmt: skip

@@ -283,6 +283,32 @@ def test_scales(scale, causal):
     run(Case(config, 128, 128, 1, 130, 300, 2, softmax_scale=scale))
 
 
+@pytest.mark.parametrize("ctas", [1, 2])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_that_outgrow_a_fixed_shift_are_done_again(causal, ctas):
+    """Scores in front are far above those of the masked blocks: P overflows, and O with it."""
+    config = replace(shipped(128, 128, causal), ctas=ctas, stages=3, fixed_shift=True)
+    case = Case(config, 128, 128, 1, 600, 600, softmax_scale=0.7, value_scale=3.0, workers=1)
+    run(case)
+    ((machine, call),) = case.machines()
+    machine.run()
+    first = [
+        s
+        for s in machine.trace
+        if s.kind == "issue" and "load into" in s.target and "q[0]" in s.target
+    ]
+    assert len(first) > call.tiles.grid.total * ctas, "Q of a tile is loaded twice"
+    quiet = replace(case, value_scale=0.1)
+    ((machine, call),) = quiet.machines()
+    machine.run()
+    first = [
+        s
+        for s in machine.trace
+        if s.kind == "issue" and "load into" in s.target and "q[0]" in s.target
+    ]
+    assert len(first) == call.tiles.grid.total * ctas
+
+
 def test_rows_without_keys():
     case = Case(shipped(64, 64, True), 64, 64, 1, 400, 100)
     arrays = (x.float().numpy() for x in case.tensors())
