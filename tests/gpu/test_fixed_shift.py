@@ -102,3 +102,17 @@ def test_the_counter_says_which_inputs_are_worked_on_twice(head_dim, causal):
     q[..., 0] = 16.0
     redone, tiles = flash4.redone_tiles(q, steep, v, causal=causal)
     assert redone == tiles or causal and tiles > redone >= tiles - 8
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192])
+def test_heads_keep_their_bits_beside_those_that_outgrow(head_dim, causal):
+    """Whether their tiles were worked on with a fixed shift, foreseen to need a look, or done again."""
+    q, k, v = draw(head_dim, 1500, heads=60)
+    q[:, ::7, :, 0], k[:, 3, :, 0] = 12.0, 25.0  # rows that grow far, but not too far
+    plain, plain_lse = flash4.flash_attn_func(q, k, v, causal=causal, return_lse=True)
+    q[:, :, ::3] *= 60
+    out, lse = flash4.flash_attn_func(q, k, v, causal=causal, return_lse=True)
+    for kept in (1, 2):
+        assert torch.equal(out[:, :, kept::3], plain[:, :, kept::3])
+        assert torch.equal(lse[:, kept::3], plain_lse[:, kept::3])
