@@ -14,9 +14,9 @@ from flash4.common.dsl import plain
 from flash4.common.geometry import ceil_div
 from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
-from flash4.common.shares import shares_of
+from flash4.common.shares import SharedSchedule, shares_of
 from flash4.common.tiles import Grid, TileSchedule
-from flash4.common.varlen import Sequences, VarlenSchedule
+from flash4.common.varlen import Sequences
 from flash4.problem import CallOptions, positive_scale
 from flash4.sim.barriers import NamedBarrier
 from flash4.sim.cluster import Cluster, ClusterBarrier
@@ -541,7 +541,7 @@ def schedules_of(config, q, k, options, workers, seed) -> list:
     if config.varlen:
         lengths = (None if x is None else [int(n) for n in x] for x in options.lengths)
         sequences = Sequences(options.batch(q), seqlen_q, seqlen_k, *lengths)
-        shared = VarlenSchedule(blocks, grid, sequences)
+        shared = SharedSchedule(blocks, grid, sequences)
         return [replace(shared, share=share) for share in shares_of(shared, workers)]
     rows = (seqlen_q, seqlen_k)
     return [TileSchedule(blocks, grid, section, i, workers, *rows) for i in range(workers)]

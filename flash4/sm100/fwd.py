@@ -28,9 +28,9 @@ from cutlass.tensor_utils import LayoutEnum
 from flash4.common.graph import WARPGROUP
 from flash4.common.mods import AUX, decode_aux
 from flash4.common.numerics import LOG2E
-from flash4.common.shares import find_share
+from flash4.common.shares import SharedSchedule, find_share
 from flash4.common.tiles import Grid, TileSchedule
-from flash4.common.varlen import Sequences, VarlenSchedule
+from flash4.common.varlen import Sequences
 from flash4.sm100.fwd_config import (
     ELEMENT_BYTES,
     MARKS,
@@ -338,7 +338,7 @@ class ForwardSm100:
         """Write what this CTA takes of the tiles of sequences to shared memory; all threads together."""
         threads = self.graph.threads
         costs = cute.recast_ptr(memory.sK, dtype=cutlass.Int64)
-        tiles = VarlenSchedule(self._blocks(run_time), grid, run_time.sequences)
+        tiles = SharedSchedule(self._blocks(run_time), grid, run_time.sequences)
         costs = cute.make_tensor(costs, cute.make_layout(threads))
         share = find_share(tiles, costs, thread, threads, *self._worker())
         for i, number in enumerate(
@@ -354,7 +354,7 @@ class ForwardSm100:
         """This CTA's tiles. Made for every role, or the CTA's number would lie on the stack meanwhile."""
         blocks = self._blocks(run_time)
         if self.config.varlen:
-            schedule = VarlenSchedule(blocks, grid, run_time.sequences, keeps_place=keeps_place)
+            schedule = SharedSchedule(blocks, grid, run_time.sequences, keeps_place=keeps_place)
             return SequenceTiles(schedule, memory.share)
         schedule = TileSchedule(blocks, grid, section, *self._worker(), *seqlens)
         if self.config.fixed_shift:

@@ -9,8 +9,8 @@ from cutlass import Int32
 from flash4.common.dsl import inline_ptx
 from flash4.common.graph import WARP
 from flash4.common.numerics import opaque
+from flash4.common.shares import Share, SharedSchedule
 from flash4.common.tiles import Grid, TileSchedule
-from flash4.common.varlen import Share, VarlenSchedule
 from flash4.sm100.fwd_config import MARKS
 
 BARRIER_PASS = 3  # all roles have been through all tiles
@@ -99,16 +99,16 @@ def store_in_both(pointer, number):
 
 @dataclass(frozen=True)
 class SequenceTiles:
-    """A ``VarlenSchedule`` that is decoded anew at every call, from numbers that nothing can be kept of.
+    """A ``SharedSchedule`` that is decoded anew at every call, from numbers that nothing can be kept of.
 
     Otherwise the compiler keeps what all roles have in common, such as the reciprocals of divisors, from the start of the
     kernel on: on the stack, as roles have few registers.
     """
 
-    schedule: VarlenSchedule  # without a share
+    schedule: SharedSchedule  # without a share
     share: cute.Tensor  # (4,) int32 in shared memory: the worker's share
 
-    def _fresh(self) -> VarlenSchedule:
+    def _fresh(self) -> SharedSchedule:
         schedule = self.schedule
         grid, sequences = schedule.grid, schedule.sequences
         numbers = {name: opaque(getattr(sequences, name)) for name in ("batch", "rows_q", "rows_k")}
