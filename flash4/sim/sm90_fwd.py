@@ -41,8 +41,9 @@ from flash4.sm90.fwd_config import (
     TRUSTED_LOG2,
     ForwardConfig,
 )
-from flash4.sm90.fwd_ops import BARRIER_PASS, BARRIER_Q_READ, BARRIER_STORE, BARRIER_TURN
+from flash4.sm90.fwd_ops import BARRIER_Q_READ, BARRIER_STORE, BARRIER_TURN
 from flash4.sm90.fwd_roles import ForwardRoles
+from flash4.sm90.fwd_tiles import BARRIER_PASS
 
 WARP_ROWS = 16
 MMA_K = 16  # columns of A that one WGMMA multiplies
@@ -187,9 +188,17 @@ class Tiles:
         """Remember that a tile outgrew its shift, for the next of this warpgroup."""
         self._marks.outgrown[group] = self._schedule.wave(tile.index) + 1
 
+    def wave(self, tile):
+        """Wave of a tile."""
+        return self._schedule.wave(tile.index)
+
+    def noted(self, group):
+        """Wave after the last tile of a warpgroup that outgrew its shift; -1 if none has."""
+        return self._marks.outgrown.get(group, -1)
+
     def after_outgrown(self, tile, group):
         """1 if the warpgroup's tile before this one outgrew its shift, else 0."""
-        return int(self._marks.outgrown.get(group) == self._schedule.wave(tile.index))
+        return int(self.noted(group) == self.wave(tile))
 
 
 class LoadOps:
@@ -327,7 +336,7 @@ class MmaOps:
         limit = (self._shift + c.growth_log2(tile)) / scale
         self._limit = np.where(move, limit, self._limit)
         if phase.unfixed and move.any():
-            self.worker_tiles.note_outgrown(tile, self._group)
+            self._note_outgrown(tile)
         self._correction = np.where(move, np.exp2(old - finite), 1)
         shift = finite if phase.masked or c.may_hide_any else self._shift
         s[:] = np.exp2(s if shifted else s * scale - shift[:, None])
@@ -406,13 +415,19 @@ class MmaOps:
 
     def _mark(self, tile, exists):
         """Have a tile worked on again that has a row which cannot be trusted."""
-        trusted = self._total[exists] <= 2.0**TRUSTED_LOG2
-        if tile.again == 0 and not trusted.all():
+        c, trusted = self._config, self._total[exists] <= 2.0**TRUSTED_LOG2
+        wave = self.worker_tiles.wave(tile) if c.foresees else 0
+        looked = tile.again > 0 or c.foresees and self.worker_tiles.noted(self._group) >= wave
+        if not looked and not trusted.all():
             self.worker_tiles.mark(tile, 1)
-            self.worker_tiles.note_outgrown(tile, self._group)
+            self._note_outgrown(tile)
         finite = np.isfinite(self._o.values[exists]).all(1)
-        if tile.again < PASSES and not finite[trusted | (tile.again > 0)].all():
+        if tile.again < PASSES and not finite[trusted | looked].all():
             self.worker_tiles.mark(tile, PASSES)
+
+    def _note_outgrown(self, tile):
+        if self._config.foresees:
+            self.worker_tiles.note_outgrown(tile, self._group)
 
     def _store_part(self, o, exists, places, part):
         width = self._sO.shape[1]

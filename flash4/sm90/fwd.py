@@ -42,9 +42,9 @@ from flash4.sm90.fwd_config import (
     TILE_WORDS,
     ForwardConfig,
 )
-from flash4.sm90.fwd_ops import LoadOps, MmaOps, Operand, Tiles, Turn, element, make_row_state, meet
+from flash4.sm90.fwd_ops import LoadOps, MmaOps, Operand, Turn, element, make_row_state, meet
 from flash4.sm90.fwd_roles import ForwardRoles
-from flash4.sm90.fwd_tiles import TileSlots
+from flash4.sm90.fwd_tiles import Tiles, TileSlots
 from flash4.sm90.fwd_views import (
     packed_view,
     permuted_view,

@@ -14,18 +14,15 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flash4.common import mods, numerics
 from flash4.common.geometry import imax, imin
-from flash4.common.graph import WARP
 from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E
-from flash4.common.tiles import TileSchedule
-from flash4.sm90.fwd_config import MARKS, MMA_ROWS, OUTGROWN, PASSES, TRUSTED_LOG2, ForwardConfig
+from flash4.sm90.fwd_config import MMA_ROWS, PASSES, TRUSTED_LOG2, ForwardConfig
 from flash4.sm90.fwd_views import WRAP
 
 # Named barriers; 0 is __syncthreads.
 BARRIER_TURN = 1  # one per MMA warpgroup: 1..4
 BARRIER_STORE = 5  # one per MMA warpgroup: 5..8
 BARRIER_Q_READ = 9  # all MMA warpgroups have read Q
-BARRIER_PASS = 10  # all roles have been through all tiles
 
 
 def element(config):
@@ -75,76 +72,6 @@ class Turn:
         if following == self.count:
             following = Int32(0)
         cute.arch.barrier_arrive(barrier_id=BARRIER_TURN + following, number_of_threads=256)
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """A worker's tiles: all of its schedule, then, with a fixed shift, those that must be worked on again.
-
-    Each role steps through them by itself; they meet between passes, when all marks are there. What is marked for a pass
-    gets the bits that it would have got there at once: a row does not depend on what else is marked with it.
-    """
-
-    config: ForwardConfig
-    schedule: TileSchedule
-    marks: object  # (MARK_WORDS,) int32 in shared memory; None without a fixed shift
-
-    def first(self):
-        """Return the worker's first tile."""
-        return replace(self.schedule.first(), again=Int32(0))
-
-    def next(self, tile):
-        """Return the tile after ``tile``."""
-        if self.config.fixed_shift:
-            return self._next_marked(tile)
-        return replace(self.schedule.next(tile), again=Int32(0))
-
-    @cute.jit
-    def _next_marked(self, tile):
-        schedule, marks = self.schedule, self.marks
-        total, again = schedule.grid.total, tile.again
-        index = self._next_index(tile.index, again)
-        while (index >= total) & (again < PASSES):
-            cute.arch.cp_async_bulk_wait_group(0)  # what is stored again must be stored last
-            cute.arch.barrier(barrier_id=BARRIER_PASS, number_of_threads=self._threads)
-            first = (again == 0) & (marks[MARKS] != 0)
-            again = cutlass.select_(first, Int32(1), Int32(PASSES))
-            if marks[again * (MARKS + 1) - 1] != 0:
-                index = schedule.start
-                if self._is_unmarked(index, again):
-                    index = self._next_index(index, again)
-        return replace(schedule.at(index), again=again)
-
-    @cute.jit
-    def _next_index(self, index, again):
-        """Index of the worker's next tile of a pass."""
-        index = self.schedule.next_index(index)
-        while (index < self.schedule.grid.total) & self._is_unmarked(index, again):
-            index = self.schedule.next_index(index)
-        return index
-
-    def _is_unmarked(self, index, again):
-        """Whether a pass leaves a tile out. All have marks of pass 0, behind those of the others."""
-        word = imax(again - 1, 0) * (MARKS + 1) + self.schedule.wave(index) % MARKS
-        return (again > 0) & (self.marks[word] == 0)
-
-    @property
-    def _threads(self):
-        roles = self.config.graph.roles
-        return sum(WARP * role.active_warps for role in roles)
-
-    def mark(self, tile, again: int):
-        """Have a tile worked on in a later pass, and perhaps some others."""
-        self.marks[(again - 1) * (MARKS + 1) + self.schedule.wave(tile.index) % MARKS] = 1
-        self.marks[again * (MARKS + 1) - 1] = 1
-
-    def note_outgrown(self, tile, warpgroup):
-        """Remember that a tile outgrew its shift, for the next of this warpgroup of the CTA."""
-        self.marks[OUTGROWN + warpgroup] = self.schedule.wave(tile.index) + 1
-
-    def after_outgrown(self, tile, warpgroup):
-        """1 if the warpgroup's tile before this one outgrew its shift, else 0."""
-        return Int32(self.marks[OUTGROWN + warpgroup] == self.schedule.wave(tile.index))
 
 
 @dataclass(frozen=True)
@@ -630,6 +557,14 @@ class MmaOps:
             if cutlass.const_expr(unfixed):
                 self._note_outgrown(tile)
 
+    def _is_unlooked(self, tile):
+        """Whether the shift of a tile that is through was fixed; where another warp has marked it, False will do too."""
+        unlooked = tile.again == 0
+        if self.config.foresees:
+            noted = self.worker_tiles.noted(self.local_warpgroup)
+            unlooked = unlooked & (noted < self.worker_tiles.schedule.wave(tile.index))
+        return unlooked
+
     def _note_outgrown(self, tile):
         if self.config.foresees:
             self.worker_tiles.note_outgrown(tile, self.local_warpgroup)
@@ -726,7 +661,7 @@ class MmaOps:
                 mLSE[place.batch_q, head, place.row_q + query] = lse
             if cutlass.const_expr(c.fixed_shift):
                 judged = exists & (not unused) if cutlass.const_expr(c.varlen) else exists
-                if judged & (not (total <= 2.0**TRUSTED_LOG2)) & (tile.again == 0):
+                if judged & (not (total <= 2.0**TRUSTED_LOG2)) & self._is_unlooked(tile):
                     self.worker_tiles.mark(tile, 1)
                     self._note_outgrown(tile)
                 elif judged & (not finite) & (tile.again < PASSES):

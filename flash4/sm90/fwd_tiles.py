@@ -1,22 +1,100 @@
-"""Verbs of ``common.handout``, in CuTe: the ring of tiles, and how a warp looks through sequences."""
+"""A worker's way through its tiles, in CuTe: those that must be worked on again, the ring of tiles, and how a warp looks
+through sequences."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from flash4.common.geometry import imax
 from flash4.common.graph import WARP
 from flash4.common.handout import NOTHING, find
+from flash4.common.tiles import TileSchedule
 from flash4.common.varlen import Entry
-from flash4.sm90.fwd_config import PASSES, TILE_SLOTS
+from flash4.sm90.fwd_config import MARKS, OUTGROWN, PASSES, TILE_SLOTS, ForwardConfig
 
+BARRIER_PASS = 10  # named barrier: all roles have been through all tiles
 ENTRY = tuple(field.name for field in fields(Entry))
 LANES_AT_A_TIME = 4  # more take more registers
 KIND = ENTRY.index("kind")
 MARK = len(
     ENTRY
 )  # first word of a slot that says, for each later pass, whether its tile must be worked on there
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A worker's tiles: all of its schedule, then, with a fixed shift, those that must be worked on again.
+
+    Each role steps through them by itself; they meet between passes, when all marks are there. What is marked for a pass
+    gets the bits that it would have got there at once: a row does not depend on what else is marked with it.
+    """
+
+    config: ForwardConfig
+    schedule: TileSchedule
+    marks: object  # (MARK_WORDS,) int32 in shared memory; None without a fixed shift
+
+    def first(self):
+        """Return the worker's first tile."""
+        return replace(self.schedule.first(), again=Int32(0))
+
+    def next(self, tile):
+        """Return the tile after ``tile``."""
+        if self.config.fixed_shift:
+            return self._next_marked(tile)
+        return replace(self.schedule.next(tile), again=Int32(0))
+
+    @cute.jit
+    def _next_marked(self, tile):
+        schedule, marks = self.schedule, self.marks
+        total, again = schedule.grid.total, tile.again
+        index = self._next_index(tile.index, again)
+        while (index >= total) & (again < PASSES):
+            cute.arch.cp_async_bulk_wait_group(0)  # what is stored again must be stored last
+            cute.arch.barrier(barrier_id=BARRIER_PASS, number_of_threads=self._threads)
+            first = (again == 0) & (marks[MARKS] != 0)
+            again = cutlass.select_(first, Int32(1), Int32(PASSES))
+            if marks[again * (MARKS + 1) - 1] != 0:
+                index = schedule.start
+                if self._is_unmarked(index, again):
+                    index = self._next_index(index, again)
+        return replace(schedule.at(index), again=again)
+
+    @cute.jit
+    def _next_index(self, index, again):
+        """Index of the worker's next tile of a pass."""
+        index = self.schedule.next_index(index)
+        while (index < self.schedule.grid.total) & self._is_unmarked(index, again):
+            index = self.schedule.next_index(index)
+        return index
+
+    def _is_unmarked(self, index, again):
+        """Whether a pass leaves a tile out. All have marks of pass 0, behind those of the others."""
+        word = imax(again - 1, 0) * (MARKS + 1) + self.schedule.wave(index) % MARKS
+        return (again > 0) & (self.marks[word] == 0)
+
+    @property
+    def _threads(self):
+        roles = self.config.graph.roles
+        return sum(WARP * role.active_warps for role in roles)
+
+    def mark(self, tile, again: int):
+        """Have a tile worked on in a later pass, and perhaps some others."""
+        self.marks[(again - 1) * (MARKS + 1) + self.schedule.wave(tile.index) % MARKS] = 1
+        self.marks[again * (MARKS + 1) - 1] = 1
+
+    def note_outgrown(self, tile, warpgroup):
+        """Remember that a tile outgrew its shift, for the next of this warpgroup of the CTA."""
+        self.marks[OUTGROWN + warpgroup] = self.schedule.wave(tile.index) + 1
+
+    def noted(self, warpgroup):
+        """Wave after the last tile of a warpgroup that outgrew its shift; -1 if none has."""
+        return self.marks[OUTGROWN + warpgroup]
+
+    def after_outgrown(self, tile, warpgroup):
+        """1 if the warpgroup's tile before this one outgrew its shift, else 0."""
+        return Int32(self.noted(warpgroup) == self.schedule.wave(tile.index))
 
 
 @dataclass(frozen=True)

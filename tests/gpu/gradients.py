@@ -41,10 +41,10 @@ class GradientCase:
     seed: int = 0
     dout: str = "contiguous"
     dlse: bool = False
-    deterministic: bool = False
+    deterministic: bool | None = False
 
     def __str__(self) -> str:
-        flags = " --dlse" * self.dlse + " --deterministic" * self.deterministic
+        flags = " --dlse" * self.dlse + " --deterministic" * bool(self.deterministic)
         return (
             f'python -m tests.gpu.fuzz_backward --problem "{self.problem}" --seed {self.seed} '
             f'--dout "{self.dout}"{flags}'

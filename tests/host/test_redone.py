@@ -30,22 +30,27 @@ from tests.host.test_fwd90_roles import shipped
 ATOMICS = re.compile(r"\b(?:ATOM|ATOMG|RED|REDG)\b")
 
 
-def outgrow(q, k, rows):
-    """Let rows (head, query, log2) of q see the first key so far above all others, at a scale of 0.1."""
+def outgrow(q, k, rows, ramp=False):
+    """Let rows (head, query, log2) of q see the first key so far above all others, at a scale of 0.1.
+
+    With a ramp keys in the middle are half as far above, and the first four all the way.
+    """
     k[:, 0, :, 0] = 16.0
+    if ramp:
+        k[:, k.shape[1] // 2, :, 0], k[:, :4, :, 0] = 8.0, 16.0
     for head, query, log2 in rows:
         q[:, query, head, 0] = log2 * math.log(2) / 0.1 / 16
     return q, k
 
 
-def simulated(config, rows, seqlen_q, seqlen_k, workers=2, heads=2):
+def simulated(config, rows, seqlen_q, seqlen_k, workers=2, heads=2, ramp=False):
     """A simulated call in which these rows outgrow the shift."""
     generator = np.random.default_rng(0)
     q, k, v = (
         generator.standard_normal((1, n, heads, config.tile_d)).astype(np.float32) * 0.5
         for n in (seqlen_q, seqlen_k, seqlen_k)
     )
-    q, k = outgrow(q, k, rows)
+    q, k = outgrow(q, k, rows, ramp)
     q, k, v = (torch.from_numpy(x).bfloat16().float().numpy() for x in (q, k, v))
     options = CallOptions(0.1, config.causal)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -86,6 +91,14 @@ def test_a_row_has_the_same_bits_whatever_its_worker_did_before(head_dims, grown
         assert other.redone[0] == 1 and plain.redone[0] == 0
         assert (other.out[:, :, 1] == plain.out[:, :, 1]).all()
         assert (other.lse[:, 1] == plain.lse[:, 1]).all()
+
+
+def test_a_foreseen_tile_is_trusted_however_large_its_sums():
+    """Sums of P that grew by nearly 2^64 since the shift moved last exceed what a fixed shift is trusted with."""
+    config = shipped(64, 64, False)
+    rows = [(0, i * config.tile_q + 70, 132) for i in range(4)]
+    call = simulated(config, rows, 4 * config.tile_q, 700, workers=1, heads=1, ramp=True)
+    assert (int(call.redone[0]), call.tiles.grid.total) == (1, 4)
 
 
 def test_marks_that_are_shared_work_on_more_than_those_that_outgrew():
