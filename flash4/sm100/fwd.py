@@ -55,7 +55,7 @@ from flash4.sm100.fwd_ops import (
     make_mma_qk,
 )
 from flash4.sm100.fwd_roles import ForwardRoles
-from flash4.sm100.fwd_tiles import MarkedTiles, SequenceTiles
+from flash4.sm100.fwd_tiles import MarkedTiles, SequenceTiles, with_fresh_numbers
 from flash4.sm100.fwd_views import (
     packed_view,
     permuted_view,
@@ -339,6 +339,7 @@ class ForwardSm100:
         threads = self.graph.threads
         costs = cute.recast_ptr(memory.sK, dtype=cutlass.Int64)
         tiles = SharedSchedule(self._blocks(run_time), grid, run_time.sequences)
+        tiles = with_fresh_numbers(tiles)
         costs = cute.make_tensor(costs, cute.make_layout(threads))
         share = find_share(tiles, costs, thread, threads, *self._worker())
         for i, number in enumerate(

@@ -378,17 +378,8 @@ def choose_shift(fields: dict) -> tuple[bool, str]:
     """Whether the softmax shift is fixed in blocks without a mask, and the reason."""
     if not fields["bf16"]:
         return False, "the softmax shift follows the maximum: P would leave the range of float16"
-    special = (
-        "left",
-        "right",
-        "alibi",
-        "score_mod",
-        "mask_mod",
-        "cu_q",
-        "cu_k",
-        "used_q",
-        "used_k",
-    )
+    lengths = ("cu_q", "cu_k", "used_q", "used_k")
+    special = ("left", "right", "softcap", "sink", "alibi", "score_mod", "mask_mod", *lengths)
     if any(fields[name] for name in special):
         return False, "the softmax shift follows the maximum, as with all but plain masks"
     why = "a fixed softmax shift in blocks without a mask; what outgrows it is done again"

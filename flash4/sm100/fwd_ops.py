@@ -120,7 +120,6 @@ class LoadOps:
     def load_k(self, tile, n_block, slot):
         """Fill a slot with block ``n_block`` of those that the tile visits, or with this CTA's half of it."""
         c, place, (_, k, _) = self.config, self.tiles.place(tile), self.operands
-        cute.arch.sync_warp()  # LLVM makes no copies of a loop with it; four would take all uniform registers
         mK = k.tensor[None, None, place.head_kv, place.batch_k]
         if c.cu_k:  # keys after the sequence are masked
             mK = cute.domain_offset((place.row_k, 0), mK)
@@ -135,7 +134,8 @@ class LoadOps:
             seqlen = self.tiles.lengths(tile)[1]
             end = place.batch_k * self.run_time.v_rows_of_entry + place.row_k + seqlen
             mV = v.tensor[None, None, place.head_kv, WRAP, end]
-            mV = cute.domain_offset((0, WRAP - seqlen), mV)
+            # Opaque: or the difference takes the uniform register that holds the base of shared memory.
+            mV = cute.domain_offset((0, WRAP - numerics.opaque(seqlen)), mV)
         else:
             mV = v.tensor[None, None, place.head_kv, place.batch_k]
         at = (self.rank, tile.first_block + n_block)
@@ -144,6 +144,7 @@ class LoadOps:
 
     def _load(self, atom, gX, sX, slot, nbytes):
         """Start the bulk copy of one tile into ``slot``; its barrier completes when the bytes have landed."""
+        cute.arch.sync_warp()  # LLVM makes no copies of a loop with it; four would take all uniform registers
         announce(slot, nbytes, self.rank, self.config.ctas)
         tXsX, tXgX = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)

@@ -97,6 +97,14 @@ def store_in_both(pointer, number):
         )
 
 
+def with_fresh_numbers(schedule: SharedSchedule) -> SharedSchedule:
+    """A schedule from copies of its numbers that nothing can be kept of."""
+    grid, sequences = schedule.grid, schedule.sequences
+    numbers = {name: opaque(getattr(sequences, name)) for name in ("batch", "rows_q", "rows_k")}
+    grid = Grid(*(opaque(getattr(grid, field.name)) for field in fields(Grid)))
+    return replace(schedule, grid=grid, sequences=replace(sequences, **numbers))
+
+
 @dataclass(frozen=True)
 class SequenceTiles:
     """A ``SharedSchedule`` that is decoded anew at every call, from numbers that nothing can be kept of.
@@ -109,15 +117,8 @@ class SequenceTiles:
     share: cute.Tensor  # (4,) int32 in shared memory: the worker's share
 
     def _fresh(self) -> SharedSchedule:
-        schedule = self.schedule
-        grid, sequences = schedule.grid, schedule.sequences
-        numbers = {name: opaque(getattr(sequences, name)) for name in ("batch", "rows_q", "rows_k")}
-        return replace(
-            schedule,
-            grid=Grid(*(opaque(getattr(grid, field.name)) for field in fields(Grid))),
-            sequences=replace(sequences, **numbers),
-            share=Share(*(self.share[i] for i in range(4))),
-        )
+        share = Share(*(self.share[i] for i in range(4)))
+        return replace(with_fresh_numbers(self.schedule), share=share)
 
     @property
     def blocks(self):

@@ -201,8 +201,8 @@ def mmas(config: ForwardConfig) -> int:
 def test_resources(name, compiled):
     config, found = CONFIGS[name][0], compiled[name]
     assert found["loop spills"] == 0, found
-    # The end of a pair's tensor memory needs numbers that are kept from its start on.
-    assert found["spills"] == 0 or config.ctas > 1, found
+    # Outside of loops: the end of a pair's tensor memory, and that of a tile with a fixed shift.
+    assert found["spills"] <= 10 * (config.ctas - 1) + 4 * config.fixed_shift, found
     assert found["registers"] == LAUNCH_REGISTERS, found
     assert found["mmas"] == mmas(config), found
     on_fma = config.head * config.poly // 16
@@ -218,7 +218,7 @@ def test_resources(name, compiled):
 def test_resources_of_features(name, compiled):
     config, found = FEATURED[name][0], compiled[name]
     assert found["loop spills"] == 0, found
-    assert found["spills"] == 0 or config.ctas > 1, found
+    assert found["spills"] <= 10 * (config.ctas - 1), found
     assert found["registers"] == LAUNCH_REGISTERS, found
     assert found["mmas"] == mmas(config), found
     waits = [found[f"{role} loop waits"] for role in ("mma", "softmax", "correction")]
