@@ -1,7 +1,6 @@
 """Execution of planned calls, as PyTorch operators. No policy: plans come from ``dispatch``."""
 
 import functools
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +21,6 @@ ALIGNMENT = 16  # bytes; of addresses and strides that TMA takes
 MAX_LAUNCHES = 8_192
 REDONE = "redone"  # names of counters among a kernel's optional tensors
 NEXT_TILE = "next_tile"
-LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -377,7 +375,7 @@ def run_backward(dout, dlse, inputs, out, lse, options: CallOptions):
         launch.prepare(prepared)
         launch.main(tensors, _backward_numbers(config.numbers, options), launch.section)
         launch.finish(sums, dq, options.softmax_scale)
-    return *gradients, _gradient_of_sink(statistics, sink, out)
+    return *gradients, _gradient_of_sink(statistics[1], lse, sink)
 
 
 def _backward_numbers(names: tuple[str, ...], options: CallOptions) -> tuple:
@@ -393,13 +391,12 @@ def _backward_numbers(names: tuple[str, ...], options: CallOptions) -> tuple:
     return tuple(values[name] for name in names)
 
 
-def _gradient_of_sink(statistics, sink, like):
-    """dsink = -sum of exp(sink - LSE) D, over batch and queries; rows without keys or sink have an LSE of +inf here."""
+def _gradient_of_sink(delta, lse, sink):
+    """dsink = -sum of exp(sink - LSE) D, over batch and queries; nothing of rows with neither key nor sink."""
     if sink is None:
-        return like.new_empty(0, dtype=torch.float32)
-    lse_log2, delta = statistics
-    weight = torch.exp2(sink.detach().float()[:, None] * LOG2E - lse_log2)
-    return -(weight * delta).sum((0, 2)).to(sink.dtype)
+        return lse.new_empty(0)
+    weight = torch.exp(sink.detach().float()[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)
+    return -(weight * delta[:, :, : lse.shape[2]]).sum((0, 2)).to(sink.dtype)
 
 
 def _gradient_without_keys(dlse, lse, sink):

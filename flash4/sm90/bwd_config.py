@@ -212,7 +212,7 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
     if problem.softcap:
         if tile_d == tile_dv == 128:
             tile = {"tile_m": 48, "swap_dq": True}
-    elif tile_d == tile_dv == 64:
+    elif tile_d == tile_dv == 64 and not problem.deterministic:
         tile = {"tile_m": 128}
     elif tile_d == 128 and not (tile_dv == 128 and problem.deterministic and problem.window_left):
         tile = {"tile_m": 80, "swap_dq": True}
