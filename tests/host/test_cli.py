@@ -185,7 +185,8 @@ def test_simulate():
 
 
 def test_simulate_every_order(capsys):
-    arguments = ["simulate", "sm90-fwd", "--seqlen", "100", "--head-dim", "128", "--ctas", "1"]
+    arguments = ["simulate", "sm90-fwd", "--seqlen", "200", "--head-dim", "128", "--ctas", "1"]
+    arguments += ["--set", "stages=1", "--set", "q_stages=1"]
     assert cli.main([*arguments, "--exhaustive", "--rows", "5"]) == 0
     assert re.search(r"every order of CTA 0: \d{4,} states, no hazard", capsys.readouterr().out)
 
@@ -299,7 +300,7 @@ def test_demo():
 @pytest.mark.parametrize(
     ("owner", "verb", "message"),
     [
-        (sm90_fwd.MmaOps, "rescale_o", r"CTAs: .* WRONG$"),
+        (sm90_fwd.MmaOps, "convert_p", r"CTAs: .* WRONG$"),
         (rings.Slot, "commit", r"order 0: WRONG, load waits for .*; mma\[0\] waits for"),
     ],
     ids=["numbers", "deadlock"],
