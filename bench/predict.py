@@ -109,7 +109,8 @@ def planned(cell: Cell, config: dict | None = None):
     """Plan of a cell on an H200; with another config than today's, if one is given by its fields."""
     import torch
 
-    from flash4.dispatch import plan_forward
+    from flash4.common.tiles import grid_of
+    from flash4.dispatch import choose_section, plan_forward
     from flash4.problem import AttentionProblem
     from flash4.sim.chips import H200
 
@@ -118,7 +119,12 @@ def planned(cell: Cell, config: dict | None = None):
         cell.d, cell.dv, cell.causal,
     )  # fmt: skip
     plan = plan_forward(problem, "sm_90a", H200.sms)
-    return plan if config is None else replace(plan, config=type(plan.config)(**config))
+    if config is None:
+        return plan
+    config = type(plan.config)(**config)
+    grid = grid_of(plan.problem, config.tile_q, config.pack)
+    section = choose_section(plan.problem, config, grid, H200.sms)
+    return replace(plan, config=config, grid=grid, section=section)
 
 
 def predict(row: dict):
