@@ -13,18 +13,15 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from bench import provenance, report
+from bench.ahead import compile_ahead
 from bench.feature_cells import CELLS, GEMM, GEMM_SIZE, GROUPS, PEER, Bar, FeatureCell, select
 from bench.protocol import DeviceLost, Entry, describe, input_sets, measure, percentile
 
 KIND = "features"
-HANG_SECONDS = 60  # to compile one kernel
 
 
 def parser() -> argparse.ArgumentParser:
@@ -127,16 +124,6 @@ def _counts(contender: Any, inputs: Any) -> dict[str, Any]:
         return {"count_error": describe(error)}
 
 
-def compile_one(key: tuple[str, Any, str]) -> None:
-    """Put a kernel into the disk cache, in a process of its own; what fails will say so at its first call."""
-    from flash4.jit.cache import CACHE
-
-    try:
-        CACHE.get(*key)
-    except Exception as error:
-        print(f"does not compile beforehand: {key}: {describe(error)}", flush=True)
-
-
 def kernel_keys(cells: Sequence[FeatureCell], arch: str) -> list[tuple[str, Any, str]]:
     """Return what the kernel cache will be asked for; flash4's arms that it refuses ask for nothing."""
     import flash4
@@ -153,19 +140,6 @@ def kernel_keys(cells: Sequence[FeatureCell], arch: str) -> list[tuple[str, Any,
         if problem.data != "normal" and plan.config.counted is not None:
             keys[plan.kernel, plan.config.counted, plan.arch] = None
     return list(keys)
-
-
-def compile_ahead(cells: Sequence[FeatureCell], arch: str, workers: int) -> int:
-    """Compile flash4's kernels of these cells in parallel; return how many there are."""
-    keys = kernel_keys(cells, arch)
-    if not keys or workers < 1:
-        return len(keys)
-    with ProcessPoolExecutor(min(workers, len(keys)), mp_context=get_context("spawn")) as pool:
-        try:
-            list(pool.map(compile_one, keys, timeout=HANG_SECONDS * len(keys)))
-        except (BrokenProcessPool, TimeoutError) as error:
-            print(f"not all kernels were compiled beforehand: {describe(error)}", flush=True)
-    return len(keys)
 
 
 def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], Path] | str:
@@ -196,7 +170,10 @@ def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], Path] | str:
     out = args.out or provenance.results_path(started, revision, gpu["name"], KIND)
     try:
         arch = "sm_{}a".format(gpu["capability"].replace(".", ""))
-        kernels = compile_ahead(cells, arch, args.workers)
+        keys = kernel_keys(cells, arch)
+        for text in compile_ahead(keys, args.workers):
+            print(text, flush=True)
+        kernels = len(keys)
         print(f"{kernels} kernels compiled in {time.perf_counter() - began:.0f} s", flush=True)
         run_cells(cells, bench, results, out, began + args.limit_s)
     finally:

@@ -107,18 +107,11 @@ def merge(record: dict, csv_text: str) -> None:
 
 def planned(cell: Cell, config: dict | None = None):
     """Plan of a cell on an H200; with another config than today's, if one is given by its fields."""
-    import torch
-
     from flash4.common.tiles import grid_of
     from flash4.dispatch import choose_section, plan_forward
-    from flash4.problem import AttentionProblem
     from flash4.sim.chips import H200
 
-    problem = AttentionProblem(
-        torch.bfloat16, cell.batch, cell.seqlen, cell.seqlen, cell.heads_q, cell.heads_kv,
-        cell.d, cell.dv, cell.causal,
-    )  # fmt: skip
-    plan = plan_forward(problem, "sm_90a", H200.sms)
+    plan = plan_forward(cell.problem(), "sm_90a", H200.sms)
     if config is None:
         return plan
     config = type(plan.config)(**config)

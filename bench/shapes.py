@@ -43,6 +43,15 @@ class Cell:
         per_token = self.heads_q * self.d + self.heads_kv * (self.d + self.dv)
         return 2 * self.batch * self.seqlen * per_token
 
+    def problem(self):
+        """Return the facts of the cell's call, as flash4 plans it."""
+        import torch
+
+        from flash4.problem import AttentionProblem
+
+        sizes = (self.batch, self.seqlen, self.seqlen, self.heads_q, self.heads_kv, self.d, self.dv)
+        return AttentionProblem(torch.bfloat16, *sizes, self.causal)
+
     @property
     def name(self) -> str:
         """The cell as one word, such as `d192x128-causal-s8192-b2-h16`; `parse` reads it back."""

@@ -1,7 +1,7 @@
 """Search configs of the Hopper forward on a GPU: `python -m bench.tune`.
 
 For every cell it times candidates around the config that dispatch chooses, interleaved with the peers, prints them sorted
-by time, and writes a record with all of them and the fastest of each class: the evidence for `choose_tile`.
+by time, and writes a record with all of them: the evidence for `choose_tile`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,15 @@ import argparse
 import functools
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from bench import provenance, report
+from bench.ahead import compile_ahead
 from bench.shapes import Cell, select
 from flash4.dispatch import choose_section
-from flash4.problem import AttentionProblem
 from flash4.sm90.fwd_config import KEY_STEP, ForwardConfig, choose_config, spend_memory
 
 KERNEL, ARCH = "flash4.sm90.fwd:ForwardSm90", "sm_90a"
@@ -79,22 +76,13 @@ class Candidate:
     section: int | None = None
 
 
-def problem_of(cell: Cell) -> AttentionProblem:
-    """The facts of a cell's call, bfloat16."""
-    import torch
-
-    return AttentionProblem(
-        torch.bfloat16, cell.batch, cell.seqlen, cell.seqlen, cell.heads_q, cell.heads_kv, cell.d, cell.dv,
-        cell.causal,
-    )  # fmt: skip
-
-
 def candidates(cell: Cell) -> list[ForwardConfig]:
     """Configs to compare on a cell, the chosen one first; each once, and only what fits."""
-    chosen = choose_config(problem_of(cell))[0]
+    chosen = choose_config(cell.problem())[0]
     wide = next(size for size in TILES if size >= max(chosen.tile_d, chosen.tile_dv))
     found = {chosen: None}
-    plain = replace(chosen, skip=False, turns=False, q_stages=1, o_parts=1)
+    rows = chosen.tile_m // chosen.cluster
+    plain = replace(chosen, cluster=1, tile_m=rows, skip=False, turns=False, q_stages=1, o_parts=1)
     exact = [-(-size // KEY_STEP) * KEY_STEP for size in (cell.d, cell.dv)]
     for tile in TILES[wide] + tuple(
         {**t, "tile_d": exact[0], "tile_dv": exact[1]} for t in TILES[wide]
@@ -130,40 +118,15 @@ def label(candidate: Candidate) -> str:
     return "-".join(words)
 
 
-def compile_one(config: ForwardConfig) -> None:
-    """Put a kernel into the disk cache; runs in a process that never touches the GPU."""
-    from flash4.jit.cache import CACHE
-
-    CACHE.get(KERNEL, config, ARCH)
-
-
-def compile_ahead(configs: Iterable[ForwardConfig], workers: int) -> list[str]:
-    """Compile in parallel; returns an error for each that does not compile."""
-    errors = []
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(compile_one, config): config for config in configs}
-        for future, config in futures.items():
-            try:
-                future.result()
-            except (Exception, BrokenProcessPool) as error:
-                errors.append(f"{label(Candidate(config))}: {type(error).__name__}: {error}"[:300])
-    return errors
-
-
 def launch(cell: Cell, candidate: Candidate, q: Any, k: Any, v: Any) -> Any:
     """Run one candidate on the tensors of a cell; returns out."""
-    function, section, workers = _launcher(cell, candidate)
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_float32())
-    function((q, k, v, out, lse), (cell.d**-0.5,), section, workers)
-    return out
-
-
-@functools.cache
-def _float32() -> Any:
     import torch
 
-    return torch.float32
+    function, section, workers = _launcher(cell, candidate)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    function((q, k, v, out, lse), (cell.d**-0.5,), section, workers)
+    return out
 
 
 @functools.cache
@@ -173,7 +136,7 @@ def _launcher(cell: Cell, candidate: Candidate) -> tuple[Any, int, int]:
     from flash4.jit.cache import CACHE
     from flash4.ops import device_facts
 
-    config, workers, problem = candidate.config, device_facts(0)[1], problem_of(cell)
+    config, workers, problem = candidate.config, device_facts(0)[1], cell.problem()
     grid = grid_of(problem, config.tile_q, config.pack)
     section = candidate.section or choose_section(problem, config, grid, workers)
     return CACHE.get(KERNEL, config, ARCH), section, workers
@@ -234,9 +197,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for cell in cells:
             print(cell.name, *map(label, by_cell[cell]), sep="\n  ")
         return 0
-    errors = compile_ahead(every, max(1, min(args.workers, len(every))))
+    errors = compile_ahead([(KERNEL, config, ARCH) for config in every], args.workers)
     for text in errors:
-        print(f"does not compile: {text}", file=sys.stderr)
+        print(text, file=sys.stderr)
     import torch
 
     torch.cuda.init()

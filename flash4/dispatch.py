@@ -20,16 +20,10 @@ BACKWARD_KERNELS = (("sm90-bwd", "flash4.sm90.bwd:BackwardSm90", "sm_90a", sm90_
 ARCHITECTURES = {(9, 0): "sm_90a"}  # compute capability -> compile target
 NEVER_RUN = {(10, 0): "Blackwell"}  # kernels compile and are simulated, but nobody has run one
 
-L2_BYTES = (
-    24 << 20
-)  # K and V that stay in L2 while a section runs, of its 50 MB; measured by HBM traffic
+L2_BYTES = 24 << 20  # of K and V that stay in L2 while a section runs; measured by HBM traffic
 HBM_BYTES, CALL_FLOPS = 4.2e12, 7e14  # of an H200, per second; a rough guess will do
-HBM_WEIGHT = (
-    0.2  # time that a call loses per share of HBM's bandwidth that it takes: power, above all
-)
-SEQUENCE_SECTION_BYTES = (
-    16 << 20
-)  # the same where tiles are handed out one by one, which loses no balance
+HBM_WEIGHT = 0.2  # time lost per share of HBM's bandwidth that a call takes: power, above all
+SEQUENCE_SECTION_BYTES = 16 << 20  # of a section where tiles are handed out, which balances any
 MIN_SECTION = 3  # fewer heads at a time, and too many workers read the same lines of L2
 MAX_TILES = 2**31 - 1  # tile numbers are int32 in the kernel
 MODELLED_TILES = 16_384  # beyond that the last wave does not matter

@@ -21,9 +21,7 @@ TANH_MIDDLE_END = 0.8125
 LARGEST_FACTOR = 2.0**20
 LN2 = 0.6931471805599453
 LOG2E = 1.4426950408889634
-RESCALE_THRESHOLD_LOG2 = (
-    8.0  # P may grow to 2^8 before its row is rescaled: far from the limits of float16
-)
+RESCALE_THRESHOLD_LOG2 = 8.0  # P may grow to 2^8 before its row is rescaled: float16 has room
 
 
 def float_bits(x):

@@ -30,6 +30,14 @@ from flash4.common.mods import AUX, decode_aux
 from flash4.common.numerics import LOG2E
 from flash4.common.shares import SharedSchedule, find_share
 from flash4.common.tiles import Grid, TileSchedule
+from flash4.common.tma_views import (
+    packed_view,
+    permuted_view,
+    ragged_packed_view,
+    ragged_queries_view,
+    ragged_values_view,
+    rows_of_entry,
+)
 from flash4.common.varlen import Sequences
 from flash4.sm100.fwd_config import (
     ELEMENT_BYTES,
@@ -56,14 +64,6 @@ from flash4.sm100.fwd_ops import (
 )
 from flash4.sm100.fwd_roles import ForwardRoles
 from flash4.sm100.fwd_tiles import MarkedTiles, SequenceTiles, with_fresh_numbers
-from flash4.sm100.fwd_views import (
-    packed_view,
-    permuted_view,
-    ragged_packed_view,
-    ragged_queries_view,
-    ragged_values_view,
-    rows_of_entry,
-)
 
 # Named barriers; 0 is __syncthreads.
 BARRIER_TMEM = 1  # all who use tensor memory know where it is
@@ -321,18 +321,22 @@ class ForwardSm100:
         if (warp >= correction.warps.start) & (warp < correction.warps.stop):
             cute.arch.setmaxregister_decrease(correction.registers)
             self._run_correction(memory, self._tiles(*work, keeps_place=False), thread % WARPGROUP)
-        if cutlass.const_expr(
-            c.ctas > 1
-        ):  # neither CTA of a pair ends before the other is through with it
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+        if cutlass.const_expr(c.ctas > 1):
+            self._meet_peer(warp)
 
     @cute.jit
-    def _meet_passes(self, warp):
-        idle = warp >= self.graph.role("store").warps.stop
-        if idle | ((warp == self.graph.role("mma").warps.start) & (self._rank() != 0)):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+    def _meet_peer(self, warp):
+        """Neither CTA of a pair ends before the other is through with it; by all warps.
+
+        Those without a role join in where the others meet between passes, since a cluster's barrier counts all threads.
+        """
+        if cutlass.const_expr(self.config.fixed_shift):
+            idle = warp >= self.graph.role("store").warps.stop
+            if idle | ((warp == self.graph.role("mma").warps.start) & (self._rank() != 0)):
+                cute.arch.cluster_arrive()
+                cute.arch.cluster_wait()
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
 
     def _find_share(self, memory, run_time, grid, thread):
         """Write what this CTA takes of the tiles of sequences to shared memory; all threads together."""

@@ -16,9 +16,9 @@ from flash4.common import mods, numerics
 from flash4.common.geometry import imax, imin
 from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
+from flash4.common.tma_views import WRAP
 from flash4.sm100.fwd_config import CHUNK, KEY_STEP, LARGEST_TOTAL, MMA_ROWS, ForwardConfig
 from flash4.sm100.fwd_exp import exp2_on_fma
-from flash4.sm100.fwd_views import WRAP
 
 PIECE = 8  # 16-bit elements that a thread stores to shared memory at a time
 UNROLLED_DIM = 128  # head dim up to which the slices of Q K^T are unrolled

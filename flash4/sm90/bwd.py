@@ -29,12 +29,12 @@ from cutlass.tensor_utils import LayoutEnum
 from flash4.common.graph import WARPGROUP
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.numerics import LOG2E, opaque
+from flash4.common.tma_views import permuted_view
 from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, TILE_N, BackwardConfig
 from flash4.sm90.bwd_ops import Exchange, Inbox, LoadOps, MmaOps, Outbox, ReduceOps
 from flash4.sm90.bwd_roles import BackwardRoles
 from flash4.sm90.fwd_config import MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT
 from flash4.sm90.fwd_ops import Operand, element
-from flash4.sm90.fwd_views import permuted_view
 
 ROW = LayoutEnum.ROW_MAJOR
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN

@@ -32,6 +32,14 @@ from flash4.common.handout import GivenTiles, ToldTiles
 from flash4.common.mods import AUX, decode_aux
 from flash4.common.numerics import LOG2E, Cap, opaque
 from flash4.common.tiles import Grid, TileSchedule, workers_of
+from flash4.common.tma_views import (
+    packed_view,
+    permuted_view,
+    ragged_packed_view,
+    ragged_queries_view,
+    ragged_values_view,
+    rows_of_entry,
+)
 from flash4.common.varlen import Sequences, VarlenSchedule
 from flash4.sm90.fwd_config import (
     MARK_WORDS,
@@ -45,14 +53,6 @@ from flash4.sm90.fwd_config import (
 from flash4.sm90.fwd_ops import LoadOps, MmaOps, Operand, Turn, element, make_row_state, meet
 from flash4.sm90.fwd_roles import ForwardRoles
 from flash4.sm90.fwd_tiles import Tiles, TileSlots
-from flash4.sm90.fwd_views import (
-    packed_view,
-    permuted_view,
-    ragged_packed_view,
-    ragged_queries_view,
-    ragged_values_view,
-    rows_of_entry,
-)
 
 # In the order of mods.AUX_DTYPES.
 AUX_ELEMENTS = (Float32, cutlass.Float16, cutlass.BFloat16, Int32, cutlass.Int64)

@@ -109,7 +109,9 @@ class ForwardConfig:
 
     def __post_init__(self):
         if self.tile_m % MMA_ROWS or not 1 <= self.tile_warpgroups <= 4 * self.cluster:
-            raise ValueError(f"tile_m is {self.tile_m}; supported are 64, 128, 192 and 256")
+            raise ValueError(
+                f"tile_m is {self.tile_m}; supported are 64, 128, 192 and 256 for each CTA"
+            )
         if self.cluster not in (1, 2) or self.tile_m % (MMA_ROWS * self.cluster):
             raise ValueError(
                 f"cluster is {self.cluster} with tile_m {self.tile_m}; supported are 1, and 2 for multiples of 128"
@@ -424,16 +426,24 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
 
 def choose_shift(config: ForwardConfig) -> tuple[ForwardConfig, str]:
     """Fix the softmax shift where that is faster and the range of P allows it; and the reason."""
-    if not config.bf16:
-        return config, "the softmax shift follows the maximum: P would leave the range of float16"
-    if config.may_hide_any:
-        return config, "the softmax shift follows the maximum, as with all but plain masks"
-    if config.alibi and not config.causal:
-        return config, "the softmax shift follows the maximum: the first blocks are the farthest"
+    obstacle = shift_obstacle(config, config.bf16)
     if max(config.tile_d, config.tile_dv) > 128 and not 128 < config.tile_dv < 256:
-        return config, "the softmax shift follows the maximum: the products take the time"
+        obstacle = obstacle or "the products take the time"
+    if obstacle is not None:
+        return config, f"the softmax shift follows the maximum: {obstacle}"
     why = "a fixed softmax shift in blocks without a mask; what outgrows it is done again"
     return replace(config, fixed_shift=True), why
+
+
+def shift_obstacle(facts, bf16: bool) -> str | None:
+    """Why the softmax shift of a problem, or of its config, cannot be fixed or had better not be; None if it may."""
+    if not bf16:
+        return "P would leave the range of float16"
+    if facts.score_mod or facts.mask_mod:
+        return "a mod may hide all keys that a row has seen so far"
+    if facts.alibi and not facts.causal:
+        return "the first blocks are the farthest"
+    return None
 
 
 def spend_memory(config: ForwardConfig) -> tuple[ForwardConfig, str]:
@@ -492,23 +502,23 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
 
     S and P of a block and O of a tile share a thread's registers, hence fewer keys per block for a wider V.
     """
+    import torch
+
     wide, cut = max(tile_d, tile_dv), problem.causal or problem.window_right
+    may_fix = shift_obstacle(problem, problem.dtype == torch.bfloat16) is None
     mods = problem.score_mod or problem.mask_mod
     # Four warpgroups have few registers: one of these at a time.
     crowded = problem.softcap + problem.alibi + problem.window_left > 1
     if wide == 64 and not (mods or crowded):
         if not (cut or problem.window_left or problem.varlen) and problem.seqlen_k >= LONG:
             tile = {"tile_m": 192, "tile_n": 128, "stages": 3, "turns": True, "settle": 8}
-            return (
-                tile,
-                f"head dims up to 64, at least {LONG} keys, all seen: long blocks take least power",
-            )
-        tile = {"tile_m": 256, "tile_n": 64, "stages": 4, "settle": 8 if _may_fix(problem) else 0}
+            return tile, f"head dims up to 64, {LONG} keys or more: long blocks take least power"
+        tile = {"tile_m": 256, "tile_n": 64, "stages": 4, "settle": 8 if may_fix else 0}
         if cut:
             why = "head dims up to 64: warpgroups skip blocks past their own rows"
             return {**tile, "skip": True}, why
         return {**tile, "turns": True}, "head dims up to 64: four warpgroups, short blocks"
-    if _may_fix(problem):
+    if may_fix:
         why = "short blocks: of few is any part behind a mask"
         if wide <= 96:
             return {"tile_m": 192, "tile_n": 64, "stages": 3, "settle": 12, "skip": cut}, why
@@ -516,17 +526,7 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
             return {"tile_m": 128, "tile_n": 64, "stages": 4, "settle": 0, "skip": cut}, why
         if tile_dv > 128:
             return {"tile_m": 128, "tile_n": 64, "stages": 2, "settle": 16, "skip": cut}, why
-    by_registers = {
-        64: 128,
-        80: 128,
-        96: 128,
-        112: 128,
-        128: 128,
-        160: 112,
-        192: 112,
-        224: 80,
-        256: 64,
-    }[tile_dv]
+    by_registers = {160: 112, 192: 112, 224: 80, 256: 64}.get(tile_dv, 128)
     if problem.aux:  # loads that mods make for each score are all in flight at once
         by_registers = {160: 64, 192: 48, 224: 48, 256: 32}.get(tile_dv, 64)
     tile = {"tile_m": 128, "tile_n": by_registers, "stages": 2, "settle": 12}
@@ -535,16 +535,6 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
     limit = "registers" if tile["tile_n"] == by_registers else "shared memory"
     dims = f"head dims {tile_d}/{tile_dv}"
     return tile, f"{tile['tile_n']} keys per block: what {limit} can hold beside {dims}"
-
-
-def _may_fix(problem) -> bool:
-    """Whether the softmax shift may be fixed."""
-    import torch
-
-    mods = problem.score_mod or problem.mask_mod
-    if problem.alibi and not problem.causal:  # the first blocks are the farthest
-        return False
-    return problem.dtype == torch.bfloat16 and not mods
 
 
 def choose_pack(problem, tile_m: int) -> tuple[int, str]:

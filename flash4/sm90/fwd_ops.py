@@ -16,8 +16,8 @@ from flash4.common import mods, numerics
 from flash4.common.geometry import imax, imin
 from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E
+from flash4.common.tma_views import WRAP
 from flash4.sm90.fwd_config import MMA_ROWS, PASSES, TRUSTED_LOG2, ForwardConfig
-from flash4.sm90.fwd_views import WRAP
 
 # Named barriers; 0 is __syncthreads.
 BARRIER_TURN = 1  # one per MMA warpgroup: 1..4
@@ -648,9 +648,8 @@ class MmaOps:
             if cutlass.const_expr(c.sink):
                 sink = self.mSink[self._head(place, r)]
                 lse, inverse = with_sink(state.shift_log2[r], total, sink)
-            if cutlass.const_expr(
-                c.varlen
-            ):  # rows in memory that are of no sequence, or not in use
+            # Rows in memory may be of no sequence, or not in use.
+            if cutlass.const_expr(c.varlen):
                 unused = query >= tiles.lengths(tile)[0]
                 empty = empty | unused
                 lse = cutlass.select_(unused, -Float32.inf, lse)

@@ -20,7 +20,7 @@ LANES_AT_A_TIME = 4  # more take more registers
 KIND = ENTRY.index("kind")
 MARK = len(
     ENTRY
-)  # first word of a slot that says, for each later pass, whether its tile must be worked on there
+)  # first of a slot's words that say, pass by pass, whether its tile is worked on again
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ costs speed, show the numbers and change the budget here.
 """
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -153,3 +154,21 @@ def test_flash4_is_within_budget():
         )
     ]
     assert not found, "\n" + "\n".join(found)
+
+
+def unused_private_names(sources: list[str]) -> set[str]:
+    """Private functions and methods that nothing names but their own definition."""
+    text = "\n".join(sources)
+    defined = set(re.findall(r"\bdef (_[a-z]\w*)\(", text))
+    return {name for name in defined if len(re.findall(rf"\b{name}\b", text)) == 1}
+
+
+def test_unused_private_names_are_found():
+    assert unused_private_names(["def _a(): pass", "def _b(): _b2()", "x = _b"]) == {"_a"}
+
+
+def test_private_functions_are_used():
+    """One that is not called may be a step that a kernel lacks, not only text too much."""
+    registered = {"_forward_fake", "_backward_fake"}  # by decorators
+    sources = [file.read_text("utf-8") for file in python_files("flash4", "bench")]
+    assert unused_private_names(sources) <= registered
