@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from flash4 import ops
+from flash4 import launch, ops
 from flash4.common import mods
 from flash4.dispatch import BackwardPlan, Plan
 from flash4.problem import (
@@ -273,13 +273,16 @@ def _check_device(q):
         )
 
 
-def _forward(out, q, k, v, keywords: dict):
-    """Check a call and run it; returns (out, lse)."""
+def _forward(out, q, k, v, keywords: dict, scalars=None):
+    """Check a call and run it; returns (out, lse). With ``scalars``, the next one like it takes the short way."""
     options = _options(q, k, v, keywords)
     _check_device(q)
-    if out is None:
-        return ops.forward(q, k, v, *options)
-    return out, _forward_into(out, q, k, v, options)
+    if out is not None:
+        return out, _forward_into(out, q, k, v, options)
+    result = ops.forward(q, k, v, *options)
+    if scalars is not None:
+        launch.remember(q, k, v, options, scalars)
+    return result
 
 
 def flash_attn_func(
@@ -340,6 +343,20 @@ def flash_attn_func(
         ValueError: sizes or devices that do not fit; the message says what is allowed.
         NotImplementedError: a keyword or GPU that is not supported yet; the message names it.
     """
+    scalars = None
+    if (
+        out is score_mod is score_mod_bwd is mask_mod is aux_tensors is block_mask is None
+        and q_descale is k_descale is v_descale is None
+        and window_size.__class__ is tuple
+        and not torch.compiler.is_compiling()
+    ):
+        repeatable = _deterministic(deterministic)
+        scalars = (
+            softmax_scale, causal, softcap, repeatable, pack_gqa, dropout_p, num_splits, *window_size,
+        )  # fmt: skip
+        result = launch.attend(q, k, v, learnable_sink, alibi_slopes, scalars, return_lse)
+        if result is not None:
+            return result if return_lse else result[0]
     keywords = dict(
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         learnable_sink=learnable_sink, deterministic=deterministic, pack_gqa=pack_gqa,
@@ -348,7 +365,7 @@ def flash_attn_func(
         dropout_p=dropout_p, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         num_splits=num_splits,
     )  # fmt: skip
-    out, lse = _forward(out, q, k, v, keywords)
+    out, lse = _forward(out, q, k, v, keywords, scalars)
     return (out, lse) if return_lse else out
 
 

@@ -126,10 +126,15 @@ def _launch_for(q, k, v, options: CallOptions) -> Launch | None:
     if not problem.is_empty:
         arch, workers = device_facts(q.device.index)
         launch = _launch_of(plan_forward(problem, arch, workers), q.device, workers)
-    if len(_launches) >= MAX_LAUNCHES:
-        _launches.clear()
-    _launches[key] = launch
+    keep(_launches, key, launch)
     return launch
+
+
+def keep(table: dict, key, value):
+    """Put a value into a table that never grows beyond bounds."""
+    if len(table) >= MAX_LAUNCHES:
+        table.clear()
+    table[key] = value
 
 
 def _launch_of(plan: Plan, device, workers: int) -> Launch:
@@ -431,6 +436,11 @@ _BACKWARD_FIELDS = (
 SINK_INPUT = 3 + CallOptions._fields.index("sink")  # of the forward operator
 
 
+def backward_fields(options: CallOptions) -> tuple:
+    """What the backward operator takes behind its tensors."""
+    return tuple(getattr(options, name) for name in _BACKWARD_FIELDS)
+
+
 def backward_options(fields) -> CallOptions:
     """Options of what the backward operator was given behind its tensors."""
     return CallOptions(**dict(zip(_BACKWARD_FIELDS, fields, strict=False)))
@@ -493,8 +503,7 @@ def _gradients(ctx, dout, dlse):
     *saved, sink, slopes = ctx.saved_tensors
     dout = torch.zeros_like(saved[3]) if dout is None else dout
     options = ctx.options._replace(sink=sink, alibi_slopes=slopes)
-    fields = (getattr(options, name) for name in _BACKWARD_FIELDS)
-    *gradients, dsink = backward(dout, dlse, *saved, *fields)
+    *gradients, dsink = backward(dout, dlse, *saved, *backward_fields(options))
     # As many as the caller gave: the dispatcher leaves out what is at its default.
     found = [None] * len(ctx.needs_input_grad)
     found[: len(gradients)] = gradients

@@ -1,0 +1,320 @@
+"""The short way of a call like one before: one look-up by plain values, the outputs, one launch.
+
+The long way, through ``interface`` and the operators of ``ops``, checks and plans a call, and has PyTorch's dispatcher
+around it. A call that took it leaves an entry here if nothing about its tensors has to be changed before the launch.
+Whoever watches the dispatcher (modes, tracing, functorch, the profiler) gets the long way every time.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flash4 import ops
+from flash4.problem import CallOptions
+
+SCRATCH = 1 << 18  # floats; for the log-sum-exp of calls that drop it
+NO_TENSORS = (None,) * 6  # sink, slopes, and four of lengths
+_PLAIN = (bool, int, float, type(None))
+_ADDRESS_BITS = ops.ALIGNMENT - 1
+_C = torch._C
+_current_device = getattr(_C, "_cuda_getDevice", lambda: torch.cuda.current_device())
+_scratch: dict[torch.device, Tensor] = {}
+
+
+def allocator(device_type: str):
+    """(shape, strides, dtype) -> empty tensor on the current device, as cheaply as this torch can."""
+    guards = getattr(getattr(_C, "_dynamo", None), "guards", None)
+    quick = getattr(guards, f"_empty_strided_{device_type}", None)  # what compiled graphs use
+    if quick is not None:
+        return quick
+    return lambda shape, strides, dtype: torch.empty_strided(
+        shape, strides, dtype=dtype, device=device_type
+    )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Shape:
+    """An output: what the allocator takes."""
+
+    shape: tuple
+    strides: tuple
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x):
+        """That of a tensor."""
+        return cls(tuple(x.shape), x.stride(), x.dtype)
+
+
+@dataclass(eq=False, slots=True)
+class Prepared:
+    """All that a call needs but its tensors.
+
+    Attributes:
+        function: the kernel.
+        options: of the call, without its tensors.
+        numbers: what the kernel takes besides tensors.
+        section: heads per section of the tile schedule.
+        workers: multiprocessors.
+        device: index of the device.
+        empty: allocator.
+        out: of the call.
+        lse: of the call.
+        scratch: where the log-sum-exp goes that nobody asks for, or None; it is never read.
+        backward: what its gradients need, None before the first, False if they go the long way.
+    """
+
+    function: object
+    options: CallOptions
+    numbers: tuple
+    section: int
+    workers: int
+    device: int | None
+    empty: object
+    out: Shape
+    lse: Shape
+    scratch: Tensor | None
+    backward: object = None
+
+    def run(self, q, k, v, sink, slopes, wants_lse):
+        """Launch; returns (out, lse)."""
+        empty, out, lse = self.empty, self.out, self.scratch
+        out = empty(out.shape, out.strides, out.dtype)
+        if lse is None or wants_lse:
+            lse = self.lse
+            lse = empty(lse.shape, lse.strides, lse.dtype)
+        tensors = (q, k, v, out, lse)
+        if sink is not None:
+            tensors += (sink,)
+        if slopes is not None:
+            tensors += (slopes,)
+        self.function(tensors, self.numbers, self.section, self.workers)
+        return out, lse
+
+
+def watched() -> bool:
+    """Whether someone looks at what goes through PyTorch's dispatcher."""
+    return (
+        _C._len_torch_dispatch_stack() != 0
+        or _C._len_torch_function_stack() != 0
+        or _C._are_functorch_transforms_active()
+        or _C._get_tracing_state() is not None
+        or torch.autograd._profiler_enabled()
+        or forward_ad._current_level >= 0
+    )
+
+
+def _facts(x):
+    return None if x is None else (x.__class__, x.shape, x.stride(), x.dtype, x.device)
+
+
+def _key(q, k, v, sink, slopes, scalars):
+    """Key of a call: numbers, types, and what torch has only one object of."""
+    key = (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        q.device, k.device, v.device, scalars, tuple(map(type, scalars)),
+    )  # fmt: skip
+    if sink is None and slopes is None:
+        return key
+    return (*key, _facts(sink), _facts(slopes))
+
+
+def attend(q, k, v, sink, slopes, scalars, wants_lse):
+    """Result (out, lse) of a call like one before; None if it must go the long way.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        sink: logits of heads, or None.
+        slopes: ALiBi, or None.
+        scalars: all other keywords that may differ from their defaults, plain values if the call is right.
+        wants_lse: the caller reads lse.
+    """
+    if not (q.__class__ is k.__class__ is v.__class__ is Tensor) or watched():
+        return None
+    try:
+        found = ops._launches.get(_key(q, k, v, sink, slopes, scalars))
+        # Not so in the long way's check: an address that is not aligned, or a sign that is still to be applied.
+        if (
+            found is None
+            or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & _ADDRESS_BITS
+            or q.is_neg() or k.is_neg() or v.is_neg()
+            or found.device != _current_device()
+        ):  # fmt: skip
+            return None
+    except (TypeError, RuntimeError):  # no hash (a list, a symbolic size), or no memory
+        return None
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad
+        or (sink is not None and sink.requires_grad)
+        or (slopes is not None and slopes.requires_grad)
+    ):  # fmt: skip
+        if found.backward is False or (slopes is not None and slopes.requires_grad):
+            return None  # which says why there are none
+        return _apply(q, k, v, sink, slopes, found)
+    return found.run(q, k, v, sink, slopes, wants_lse)
+
+
+def remember(q, k, v, options: CallOptions, scalars):
+    """Keep what the next call like this one needs, if nothing about its tensors has to be changed before the launch."""
+    sink, slopes, inputs = options.sink, options.alibi_slopes, (q, k, v)
+    if any(x.__class__ is not Tensor for x in inputs) or watched():
+        return
+    if not all(type(x) in _PLAIN for x in scalars) or options.softmax_scale == 0:
+        return
+    if any(ops.addressable(x) is not x or x.is_neg() for x in inputs):
+        return
+    named = {"sink": sink, "alibi_slopes": slopes}
+    if any(x is not None and ops._optional_tensor(name, options, q.shape[0]).data_ptr() != x.data_ptr() for name, x in named.items()):
+        return  # it is converted
+    launch = ops._launch_for(q, k, v, options)
+    if launch is None or launch.tensors != tuple(n for n, x in named.items() if x is not None):
+        return
+    if slopes is not None and slopes.ndim == 1:
+        return
+    out, lse = ops.empty_output(q, v.shape[-1]), ops.empty_lse(q)
+    if ops.addressable_out(out) is not out:
+        return
+    ops.keep(
+        ops._launches,
+        _key(q, k, v, sink, slopes, scalars),
+        Prepared(
+            function=launch.function,
+            options=options._replace(sink=None, alibi_slopes=None),
+            numbers=ops._numbers(launch.numbers, options, abs(options.softmax_scale)),
+            section=launch.section,
+            workers=launch.workers,
+            device=q.device.index,
+            empty=allocator(q.device.type),
+            out=Shape.of(out),
+            lse=Shape.of(lse),
+            scratch=_scratch_like(lse),
+            backward=None if ops._obstacle(q, k, v, options) is None else False,
+        ),
+    )
+
+
+def _scratch_like(lse):
+    """View of a device's scratch memory, which is never freed: kernels of any stream or graph may write to it."""
+    if lse.numel() > SCRATCH:
+        return None
+    device = lse.device
+    if device not in _scratch:
+        if lse.is_cuda and _capturing(device):
+            return None  # it would belong to the graph
+        _scratch[device] = lse.new_empty(SCRATCH)
+    return _scratch[device].as_strided(lse.shape, lse.stride())
+
+
+def _capturing(device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PreparedBackward:
+    """All that the gradients of a call need but tensors.
+
+    Attributes:
+        kernels: (prepare, main, finish).
+        numbers: what the main kernel takes besides tensors.
+        section: heads per section of the tile schedule.
+        strides: of q, k, v, out, lse and the gradient of out, where nothing has to be copied.
+        gradients: outputs.
+        workspace: two statistics of each query, sums of dQ, and turns if blocks are added in order.
+    """
+
+    kernels: tuple
+    numbers: tuple
+    section: int
+    strides: tuple
+    gradients: tuple[Shape, ...]
+    workspace: tuple[Shape, ...]
+
+    @classmethod
+    def of(cls, q, k, v, out, lse, slopes, options: CallOptions):
+        """That of a call, or False if its gradients must go the long way."""
+        options = options._replace(alibi_slopes=slopes)
+        launch = ops._backward_launch_for(q, k, v, options, False)
+        gradients = ops.empty_gradients(q, k, v)
+        if launch is None or any(ops.addressable_out(x) is not x for x in gradients):
+            return False
+        config, rows = launch.config, (q.shape[0], q.shape[2], launch.query_blocks)
+        shapes = [(*rows[:2], rows[2] * config.tile_m)] * 2
+        shapes.append((*rows, config.tile_m * config.tile_d))
+        workspace = [Shape.of(torch.empty(s, dtype=torch.float32, device="meta")) for s in shapes]
+        if config.ordered:
+            turns = torch.empty((*rows, 2), dtype=torch.int32, device="meta")
+            workspace.append(Shape.of(turns))
+        return cls(
+            kernels=(launch.prepare, launch.main, launch.finish),
+            numbers=ops._backward_numbers(config.numbers, options),
+            section=launch.section,
+            strides=tuple(x.stride() for x in (q, k, v, out, lse, out)),
+            gradients=tuple(map(Shape.of, gradients)),
+            workspace=tuple(workspace),
+        )
+
+    def run(self, dout, saved, empty, scale):
+        """Launch; returns gradients of q, k and v."""
+        q, k, v, out, lse, slopes = saved
+        dq, dk, dv = (empty(x.shape, x.strides, x.dtype) for x in self.gradients)
+        lse2, delta, sums, *turns = (empty(x.shape, x.strides, x.dtype) for x in self.workspace)
+        prepare, main, finish = self.kernels
+        prepare((out, dout, lse, lse2, delta, sums, *turns))
+        optional = turns if slopes is None else (slopes, *turns)
+        main((q, k, v, dout, lse2, delta, sums, dk, dv, *optional), self.numbers, self.section)
+        finish(sums, dq, scale)
+        return dq, dk, dv
+
+
+class _Attention(torch.autograd.Function):
+    """Autograd of the short way; the operator of ``ops`` has its own, which does the same."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sink, slopes, found):
+        out, lse = found.run(q, k, v, sink, slopes, True)
+        ctx.save_for_backward(q, k, v, out, lse, sink, slopes)
+        ctx.set_materialize_grads(False)
+        ctx.found = found
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        found, (*saved, sink, slopes) = ctx.found, ctx.saved_tensors
+        if sink is None and dlse is None and dout is not None and not torch.is_grad_enabled():
+            gradients = _gradients(found, dout, (*saved, slopes))
+            if gradients is not None:
+                return *gradients, None, None, None
+        options = found.options._replace(sink=sink, alibi_slopes=slopes)
+        dout = torch.zeros_like(saved[3]) if dout is None else dout
+        *gradients, dsink = ops.backward(dout, dlse, *saved, *ops.backward_fields(options))
+        return *gradients, None if sink is None else dsink, None, None
+
+
+_apply = super(torch.autograd.Function, _Attention).apply  # what comes before is for functorch
+
+
+def _gradients(found: Prepared, dout, saved):
+    """Gradients of q, k and v the short way; None if they must go the long way."""
+    q, k, v, out, lse, slopes = saved
+    tensors = (q, k, v, out, lse, dout)
+    if any([x.__class__ is not Tensor for x in tensors]) or watched():
+        return None
+    if found.device != _current_device():
+        return None
+    prepared = found.backward
+    if prepared is None:
+        prepared = PreparedBackward.of(q, k, v, out, lse, slopes, found.options)
+        found.backward = prepared
+    if prepared is False:
+        return None
+    address = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()
+    strides = tuple([x.stride() for x in tensors])  # of what saved-tensor hooks gave back
+    if address & _ADDRESS_BITS or strides != prepared.strides or dout.is_neg():
+        if strides[:5] != prepared.strides[:5] or dout.is_neg():
+            return None
+        dout = ops.addressable(dout)
+    return prepared.run(dout, saved, found.empty, found.options.softmax_scale)
