@@ -137,11 +137,30 @@ def keep(table: dict, key, value):
     table[key] = value
 
 
+def is_capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def kernel_for(kernel: str, config, arch: str):
+    """Launch function of a kernel, compiled here if it must be.
+
+    Raises:
+        RuntimeError: it must be compiled or loaded, which cannot be done while a CUDA graph is captured.
+    """
+    if not CACHE.contains(kernel, config, arch) and is_capturing():
+        raise RuntimeError(
+            f"flash4 has not loaded {kernel} for this kind of call yet, and cannot while a CUDA graph is captured: "
+            "make one such call before the capture, or flash4.precompile it"
+        )
+    return CACHE.get(kernel, config, arch)
+
+
 def _launch_of(plan: Plan, device, workers: int) -> Launch:
     """What a plan's kernel, compiled here if it must be, needs at run time."""
     config = plan.config
     with torch.cuda.device(device):
-        function = CACHE.get(plan.kernel, config, plan.arch)
+        function = kernel_for(plan.kernel, config, plan.arch)
     return Launch(function, plan.section, workers, config.numbers, config.optional_tensors)
 
 
@@ -333,7 +352,7 @@ def _backward_launch_for(q, k, v, options: CallOptions, dlse: bool) -> BackwardL
     if not problem.is_empty:
         plan = plan_backward(problem, *device_facts(q.device.index), dlse)
         with torch.cuda.device(q.device):
-            functions = [CACHE.get(*kernel) for kernel in plan.kernels]
+            functions = [kernel_for(*kernel) for kernel in plan.kernels]
         launch = BackwardLaunch(*functions, plan.config, plan.section, plan.query_blocks)
     if len(_backward_launches) >= MAX_LAUNCHES:
         _backward_launches.clear()
