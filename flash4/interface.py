@@ -107,7 +107,9 @@ def _mods(q, keywords: dict) -> tuple[int, int, list | None]:
         TypeError: a mod that is none, or depends on what cannot be told; aux_tensors of the wrong type.
         ValueError: aux_tensors that are not supported, or that no mod reads.
     """
-    keys = tuple(mods.register(keywords[name]) for name in ("score_mod", "mask_mod"))
+    tracing = torch.compiler.is_compiling()
+    register = mods.register_while_tracing if tracing else mods.register
+    keys = tuple(register(keywords[name]) for name in ("score_mod", "mask_mod"))
     aux = keywords["aux_tensors"]
     if aux is None:
         return *keys, None
