@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash4 import interface, launch, ops
+from flash4.common.mods import constant_while_tracing
 from flash4.dispatch import BackwardPlan, Plan
 from flash4.problem import DTYPES, HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_SCALE, MIN_SCALE, CallOptions
 
@@ -159,7 +160,7 @@ def _wants_gradients(*tensors) -> bool:
     )
 
 
-@torch.compiler.assume_constant_result
+@constant_while_tracing
 def _device_obstacle(index) -> str | None:
     try:
         ops.device_facts(index)

@@ -95,7 +95,13 @@ def register_while_tracing(mod) -> int:
     return key
 
 
-@torch.compiler.assume_constant_result
+def constant_while_tracing(function):
+    """``torch.compiler.assume_constant_result``, which imports half of PyTorch; torch.compile runs ``function`` itself."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@constant_while_tracing
 def _constants(mod) -> tuple[int, tuple, tuple, tuple]:
     """(key, names of variables that a mod reads from outside, their places in its closure or -1, their values)."""
     key = register(mod)
