@@ -42,7 +42,9 @@ class Precompiled:
             f"{len(self.kernels)} kernels, {self.compiled} compiled, {len(self.failed)} failed, "
             f"{self.loaded} calls loaded, {self.seconds:.1f} s"
         ]
-        lines += [f"  {kernel} {config} for {arch}: {why}" for kernel, config, arch, why in self.failed]
+        lines += [
+            f"  {kernel} {config} for {arch}: {why}" for kernel, config, arch, why in self.failed
+        ]
         return "\n".join(lines)
 
 
@@ -80,7 +82,9 @@ def precompile(
     for call in calls:
         missing = [name for name in _OPERANDS if not isinstance(call.get(name), torch.Tensor)]
         if missing:
-            raise ValueError(f"a call needs tensors q, k and v, this one lacks {', '.join(missing)}")
+            raise ValueError(
+                f"a call needs tensors q, k and v, this one lacks {', '.join(missing)}"
+            )
         target, device = _target(call["q"], arch)
         needed = _kernels(call, target, backward, any_length)
         keys |= dict.fromkeys(needed)
@@ -113,7 +117,9 @@ def _target(q, arch: str | None) -> tuple[str, torch.device | None]:
                 raise
     known = {*ARCHITECTURES.values(), *(f"sm_{a}{b}a" for a, b in NEVER_RUN)}
     if arch is None and own is None:
-        raise ValueError(f"this machine has no GPU: name the target with arch=, one of {sorted(known)}")
+        raise ValueError(
+            f"this machine has no GPU: name the target with arch=, one of {sorted(known)}"
+        )
     if arch is not None and arch not in known:
         raise ValueError(f"arch is {arch!r}; supported are {sorted(known)}")
     return arch or own, device if arch in (None, own) else None
@@ -206,15 +212,21 @@ def _small_call(call: dict, device, rows: int | None) -> dict | None:
         length[name] = x.shape[1] if x.ndim == 4 else -(-x.shape[0] // batch)
         length[name] = length[name] if rows is None else min(rows, length[name])
         sizes = (length[name], *x.shape[-2:])
-        small[name] = torch.zeros(sizes if x.ndim == 3 else (1, *sizes), dtype=x.dtype, device=device)
+        small[name] = torch.zeros(
+            sizes if x.ndim == 3 else (1, *sizes), dtype=x.dtype, device=device
+        )
     for name in LENGTHS:
         if call.get(name) is not None:
             n = length[name[-1]]
-            small[name] = torch.tensor([0, n] if name[0] == "c" else [n], dtype=torch.int32, device=device)
+            small[name] = torch.tensor(
+                [0, n] if name[0] == "c" else [n], dtype=torch.int32, device=device
+            )
     for name in ("learnable_sink", "alibi_slopes"):
         x = call.get(name)
         if x is not None:
-            small[name] = torch.zeros((1, *x.shape[-1:]) if x.ndim == 2 else x.shape, dtype=x.dtype, device=device)
+            small[name] = torch.zeros(
+                (1, *x.shape[-1:]) if x.ndim == 2 else x.shape, dtype=x.dtype, device=device
+            )
     return small
 
 

@@ -145,7 +145,11 @@ def attend(q, k, v, sink, slopes, scalars, wants_lse):
             or found.device != _current_device()
         ):  # fmt: skip
             return None
-    except (TypeError, RuntimeError):  # no hash (a list, a symbolic size), or no memory
+    except (
+        TypeError,
+        AttributeError,
+        RuntimeError,
+    ):  # no hash (a list, a symbolic size), no tensor, no memory
         return None
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad
@@ -168,7 +172,10 @@ def remember(q, k, v, options: CallOptions, scalars):
     if any(ops.addressable(x) is not x or x.is_neg() for x in inputs):
         return
     named = {"sink": sink, "alibi_slopes": slopes}
-    if any(x is not None and ops._optional_tensor(name, options, q.shape[0]).data_ptr() != x.data_ptr() for name, x in named.items()):
+    if any(
+        x is not None and ops._optional_tensor(name, options, q.shape[0]).data_ptr() != x.data_ptr()
+        for name, x in named.items()
+    ):
         return  # it is converted
     launch = ops._launch_for(q, k, v, options)
     if launch is None or launch.tensors != tuple(n for n, x in named.items() if x is not None):

@@ -260,7 +260,9 @@ def _own_call(query, key, value, mask, is_causal, scale):
         else:
             keywords["causal"] = True
     if mask is not None:
-        name, mod = ("mask_mod", _keep_where_true) if mask.dtype == torch.bool else ("score_mod", _add)
+        name, mod = (
+            ("mask_mod", _keep_where_true) if mask.dtype == torch.bool else ("score_mod", _add)
+        )
         full = (*query.shape[:-1], seqlen_k)
         keywords[name], keywords["aux_tensors"] = mod, [mask.to(query.dtype).expand(full)]
     return tuple(x.transpose(1, 2) for x in (query, key, value)), keywords

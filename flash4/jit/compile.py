@@ -71,7 +71,10 @@ def _compile(cute, kernel, config, arch, dump_dir):
 def _failure(kernel, config, arch, error) -> str:
     """What to say of a kernel that does not compile: what it was, what is installed, and the nearest thing to do."""
     obstacle = versions.toolchain_obstacle()
-    advice = obstacle or "if the versions are right, report it with the output of `python -m flash4 describe`"
+    advice = (
+        obstacle
+        or "if the versions are right, report it with the output of `python -m flash4 describe`"
+    )
     return (
         f"flash4 could not compile {kernel} for {arch} with {config}: {type(error).__name__}: {error}\n"
         f"{versions.report()}\n  to do: {advice}"

@@ -49,7 +49,9 @@ def worker_count(jobs: int, workers: int | None, memory_bytes: int | None) -> in
     return max(1, min(jobs, cpus, int(memory // WORKER_BYTES)))
 
 
-def compile_all(keys: Sequence[tuple], workers: int, done: Callable[[tuple, str | None, bool], None]):
+def compile_all(
+    keys: Sequence[tuple], workers: int, done: Callable[[tuple, str | None, bool], None]
+):
     """Put kernels into the disk cache, each by one of so many processes.
 
     Args:

@@ -223,7 +223,13 @@ def test_a_real_farm_with_the_real_compiler(folder):
 
     def run():
         return subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=True
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
         )
 
     first, second = run(), run()

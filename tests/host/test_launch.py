@@ -124,7 +124,9 @@ def test_only_outputs_are_allocated(wants_lse, seqlen):
 def plain(value):
     if isinstance(value, tuple):
         return all(map(plain, value))
-    return value is None or isinstance(value, (bool, int, float, str, type, torch.dtype, torch.device))
+    return value is None or isinstance(
+        value, (bool, int, float, str, type, torch.dtype, torch.device)
+    )
 
 
 def test_keys_hold_plain_values():

@@ -20,7 +20,10 @@ TORCH = torch.nn.functional.scaled_dot_product_attention
 @contextlib.contextmanager
 def gpu(backward=False):
     """CPU tensors for CUDA ones; yields the list of launches, or of kernels with ``backward``."""
-    with mock.patch.object(sdpa, "_verdicts", {}), (stand_in if backward else stand_in_gpu)() as launches:
+    with (
+        mock.patch.object(sdpa, "_verdicts", {}),
+        (stand_in if backward else stand_in_gpu)() as launches,
+    ):
         yield launches
 
 
@@ -30,7 +33,10 @@ def draw(*shape, dtype=F16):
 
 def mask_of(kind, heads, seqlen_q, seqlen_k, batch=2):
     """Masks of every shape that broadcasts; some queries see no key."""
-    seen = torch.rand(batch, heads, seqlen_q, seqlen_k, generator=torch.Generator().manual_seed(1)) < 0.6
+    seen = (
+        torch.rand(batch, heads, seqlen_q, seqlen_k, generator=torch.Generator().manual_seed(1))
+        < 0.6
+    )
     seen[:, :, seqlen_q // 2] = False
     return {
         "none": lambda: None,
@@ -76,7 +82,10 @@ def test_gqa(heads_kv):
     q, kv = draw(2, 4, 17, 64), draw(2, heads_kv, 30, 64)
     expected = TORCH(q, kv, kv, enable_gqa=True, is_causal=True)
     with gpu() as launches:
-        close(flash4.scaled_dot_product_attention(q, kv, kv, None, 0.0, True, enable_gqa=True), expected)
+        close(
+            flash4.scaled_dot_product_attention(q, kv, kv, None, 0.0, True, enable_gqa=True),
+            expected,
+        )
     assert len(launches) == 1
 
 
@@ -118,7 +127,11 @@ FALLBACKS = {
     "both": ((HALF,) * 3, {"attn_mask": draw(17, 17), "is_causal": True}, "exclude each other"),
     "scale": ((HALF,) * 3, {"scale": 0.0}, "scale is 0.0"),
     "object": ((HALF,) * 3, {"attn_mask": causal_lower_right(17, 17)}, "CausalBias"),
-    "gradients": ((HALF.clone().requires_grad_(), HALF, HALF), {"attn_mask": draw(17, 17)}, "no gradients"),
+    "gradients": (
+        (HALF.clone().requires_grad_(), HALF, HALF),
+        {"attn_mask": draw(17, 17)},
+        "no gradients",
+    ),
     "wide": ((draw(1, 2, 9, 256).requires_grad_(),) * 3, {}, ""),
 }
 
@@ -159,7 +172,9 @@ def test_what_torch_refuses_is_refused_in_its_words(tensors, given):
 
 
 def test_tensors_of_the_cpu_go_to_torch():
-    assert torch.equal(flash4.scaled_dot_product_attention(HALF, HALF, HALF), TORCH(HALF, HALF, HALF))
+    assert torch.equal(
+        flash4.scaled_dot_product_attention(HALF, HALF, HALF), TORCH(HALF, HALF, HALF)
+    )
 
 
 def test_a_device_without_kernels_goes_to_torch():
@@ -167,7 +182,9 @@ def test_a_device_without_kernels_goes_to_torch():
         raise NotImplementedError("flash4 has no kernel for compute capability 7.5")
 
     with gpu() as launches, mock.patch.object(ops, "device_facts", facts):
-        assert torch.equal(flash4.scaled_dot_product_attention(HALF, HALF, HALF), TORCH(HALF, HALF, HALF))
+        assert torch.equal(
+            flash4.scaled_dot_product_attention(HALF, HALF, HALF), TORCH(HALF, HALF, HALF)
+        )
         assert "7.5" in flash4.explain(HALF, HALF, HALF, sdpa=True).reason
     assert not launches
 

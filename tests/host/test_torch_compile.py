@@ -69,7 +69,9 @@ def run(model, reference, sizes):
         for one in (model, reference):
             y = x.clone().requires_grad_()
             outs.append(one(y))
-            gradients.append(torch.autograd.grad(outs[-1].square().sum(), [y, *reference.parameters()]))
+            gradients.append(
+                torch.autograd.grad(outs[-1].square().sum(), [y, *reference.parameters()])
+            )
         torch.testing.assert_close(*outs, rtol=1e-3, atol=1e-3)
         for a, b in zip(*gradients, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
@@ -129,7 +131,9 @@ def test_marked_dimensions_stay_symbolic():
 
 def test_tensors_as_longest_lengths_neither_sync_nor_compile_again():
     def attend(q, lengths, longest):
-        return flash4.flash_attn_varlen_func(q, q, q, lengths, lengths, longest, longest, causal=True)
+        return flash4.flash_attn_varlen_func(
+            q, q, q, lengths, lengths, longest, longest, causal=True
+        )
 
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(attend, fullgraph=True, backend=counter)
@@ -229,7 +233,9 @@ def test_mods_made_within_the_graph():
     assert len(keys) == 1 and keys[0][1]
 
 
-@pytest.mark.parametrize("mod", [by_helper, functools.partial(by_number)], ids=["helper", "partial"])
+@pytest.mark.parametrize(
+    "mod", [by_helper, functools.partial(by_number)], ids=["helper", "partial"]
+)
 def test_mods_whose_numbers_cannot_be_watched_are_refused(mod):
     compiled, _ = compiled_keys(lambda q, m: flash4.flash_attn_func(q, q, q, score_mod=m))
     with FakeTensorMode(), pytest.raises(Exception, match="torch.compile would not see it change"):
