@@ -356,7 +356,8 @@ def flash_attn_func(
         scalars = (
             softmax_scale, causal, softcap, repeatable, pack_gqa, dropout_p, num_splits, *window_size,
         )  # fmt: skip
-        result = launch.attend(q, k, v, learnable_sink, alibi_slopes, scalars, return_lse)
+        tensors = (learnable_sink, alibi_slopes, None, None, None, None)
+        result = launch.attend(q, k, v, tensors, scalars, return_lse)
         if result is not None:
             return result if return_lse else result[0]
     keywords = dict(
@@ -431,6 +432,23 @@ def flash_attn_varlen_func(
     for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if not (value is None or isinstance(value, (int, torch.Tensor))):
             raise TypeError(f"{name} must be an int, a tensor or None, got {value!r}")
+    scalars = None
+    if (
+        out is score_mod is score_mod_bwd is mask_mod is aux_tensors is block_mask is None
+        and page_table is q_descale is k_descale is v_descale is None
+        and window_size.__class__ is tuple
+        and not torch.compiler.is_compiling()
+    ):
+        repeatable = _deterministic(deterministic)
+        scalars = (
+            softmax_scale, causal, softcap, repeatable, pack_gqa, dropout_p, num_splits, *window_size,
+        )  # fmt: skip
+        tensors = (
+            learnable_sink, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+        )  # fmt: skip
+        result = launch.attend(q, k, v, tensors, scalars, return_lse)
+        if result is not None:
+            return result if return_lse else result[0]
     keywords = dict(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
         seqused_k=seqused_k, page_table=page_table, softmax_scale=softmax_scale, causal=causal,
@@ -440,7 +458,7 @@ def flash_attn_varlen_func(
         block_mask=block_mask, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
         q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, num_splits=num_splits,
     )  # fmt: skip
-    out, lse = _forward(out, q, k, v, keywords)
+    out, lse = _forward(out, q, k, v, keywords, scalars)
     return (out, lse) if return_lse else out
 
 

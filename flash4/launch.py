@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash4 import ops
-from flash4.problem import CallOptions
+from flash4.problem import LENGTHS, CallOptions
 
 SCRATCH = 1 << 18  # floats; for the log-sum-exp of calls that drop it
-NO_TENSORS = (None,) * 6  # sink, slopes, and four of lengths
+OPTIONAL = ("sink", "alibi_slopes", *LENGTHS, ops.NEXT_TILE)
+COUNTER = len(OPTIONAL) - 1
 _PLAIN = (bool, int, float, type(None))
 _ADDRESS_BITS = ops.ALIGNMENT - 1
 _C = torch._C
@@ -60,9 +61,11 @@ class Prepared:
         workers: multiprocessors.
         device: index of the device.
         empty: allocator.
-        out: of the call.
-        lse: of the call.
+        out: of the call, as the kernel sees it.
+        lse: of the call, as the kernel sees it.
         scratch: where the log-sum-exp goes that nobody asks for, or None; it is never read.
+        packed: whether q is, and whether k and v are: a batch of one to the kernel.
+        order: which of ``OPTIONAL`` the kernel takes, in its order.
         backward: what its gradients need, None before the first, False if they go the long way.
     """
 
@@ -76,22 +79,30 @@ class Prepared:
     out: Shape
     lse: Shape
     scratch: Tensor | None
+    packed: tuple[bool, bool]
+    order: tuple[int, ...]
     backward: object = None
 
-    def run(self, q, k, v, sink, slopes, wants_lse):
+    def run(self, q, k, v, optional, wants_lse):
         """Launch; returns (out, lse)."""
         empty, out, lse = self.empty, self.out, self.scratch
         out = empty(out.shape, out.strides, out.dtype)
         if lse is None or wants_lse:
             lse = self.lse
             lse = empty(lse.shape, lse.strides, lse.dtype)
-        tensors = (q, k, v, out, lse)
-        if sink is not None:
-            tensors += (sink,)
-        if slopes is not None:
-            tensors += (slopes,)
+        if not self.order:
+            self.function((q, k, v, out, lse), self.numbers, self.section, self.workers)
+            return out, lse
+        packed_q, packed_k = self.packed
+        if packed_q:
+            q = q.unsqueeze(0)
+        if packed_k:
+            k, v = k.unsqueeze(0), v.unsqueeze(0)
+        if COUNTER in self.order:  # of this call alone: others may run at the same time
+            optional = (*optional, lse.new_zeros(1, dtype=torch.int32))
+        tensors = (q, k, v, out, lse, *[optional[i] for i in self.order])
         self.function(tensors, self.numbers, self.section, self.workers)
-        return out, lse
+        return (out.squeeze(0), lse.squeeze(0)) if packed_q else (out, lse)
 
 
 def watched() -> bool:
@@ -110,34 +121,34 @@ def _facts(x):
     return None if x is None else (x.__class__, x.shape, x.stride(), x.dtype, x.device)
 
 
-def _key(q, k, v, sink, slopes, scalars):
+def _key(q, k, v, optional, scalars):
     """Key of a call: numbers, types, and what torch has only one object of."""
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, scalars, tuple(map(type, scalars)),
     )  # fmt: skip
-    if sink is None and slopes is None:
+    sink, slopes, cu_q, cu_k, used_q, used_k = optional
+    if sink is slopes is cu_q is cu_k is used_q is used_k is None:
         return key
-    return (*key, _facts(sink), _facts(slopes))
+    return (*key, *map(_facts, optional))
 
 
-def attend(q, k, v, sink, slopes, scalars, wants_lse):
+def attend(q, k, v, optional, scalars, wants_lse):
     """Result (out, lse) of a call like one before; None if it must go the long way.
 
     Args:
         q: queries.
         k: keys.
         v: values.
-        sink: logits of heads, or None.
-        slopes: ALiBi, or None.
+        optional: logits of heads, slopes, and four tensors of lengths, each or None.
         scalars: all other keywords that may differ from their defaults, plain values if the call is right.
         wants_lse: the caller reads lse.
     """
     if not (q.__class__ is k.__class__ is v.__class__ is Tensor) or watched():
         return None
     try:
-        found = ops._launches.get(_key(q, k, v, sink, slopes, scalars))
-        # Not so in the long way's check: an address that is not aligned, or a sign that is still to be applied.
+        found = ops._launches.get(_key(q, k, v, optional, scalars))
+        # What the key does not say: an address that is not aligned, a sign that is still to be applied.
         if (
             found is None
             or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & _ADDRESS_BITS
@@ -145,63 +156,66 @@ def attend(q, k, v, sink, slopes, scalars, wants_lse):
             or found.device != _current_device()
         ):  # fmt: skip
             return None
-    except (
-        TypeError,
-        AttributeError,
-        RuntimeError,
-    ):  # no hash (a list, a symbolic size), no tensor, no memory
+    except (TypeError, AttributeError, RuntimeError):  # no hash, no tensor, no memory
         return None
-    if torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad
-        or (sink is not None and sink.requires_grad)
-        or (slopes is not None and slopes.requires_grad)
-    ):  # fmt: skip
-        if found.backward is False or (slopes is not None and slopes.requires_grad):
+    if torch.is_grad_enabled():
+        sink, slopes = optional[:2]
+        if slopes is not None and slopes.requires_grad:
             return None  # which says why there are none
-        return _apply(q, k, v, sink, slopes, found)
-    return found.run(q, k, v, sink, slopes, wants_lse)
+        if (
+            q.requires_grad or k.requires_grad or v.requires_grad
+            or (sink is not None and sink.requires_grad)
+        ):  # fmt: skip
+            return None if found.backward is False else _apply(q, k, v, sink, slopes, found)
+    return found.run(q, k, v, optional, wants_lse)
 
 
 def remember(q, k, v, options: CallOptions, scalars):
     """Keep what the next call like this one needs, if nothing about its tensors has to be changed before the launch."""
-    sink, slopes, inputs = options.sink, options.alibi_slopes, (q, k, v)
-    if any(x.__class__ is not Tensor for x in inputs) or watched():
+    inputs, tensors = (q, k, v), tuple(getattr(options, name) for name in OPTIONAL[:COUNTER])
+    if any(x.__class__ is not Tensor or x.is_neg() for x in inputs) or watched():
         return
     if not all(type(x) in _PLAIN for x in scalars) or options.softmax_scale == 0:
         return
-    if any(ops.addressable(x) is not x or x.is_neg() for x in inputs):
+    if any(_is_converted(i, options, q) for i in range(COUNTER) if tensors[i] is not None):
         return
-    named = {"sink": sink, "alibi_slopes": slopes}
-    if any(
-        x is not None and ops._optional_tensor(name, options, q.shape[0]).data_ptr() != x.data_ptr()
-        for name, x in named.items()
-    ):
-        return  # it is converted
     launch = ops._launch_for(q, k, v, options)
-    if launch is None or launch.tensors != tuple(n for n, x in named.items() if x is not None):
+    if launch is None:
         return
-    if slopes is not None and slopes.ndim == 1:
+    q4, k4, v4 = (x if x.ndim == 4 else x[None] for x in inputs)
+    out, lse = ops.empty_output(q4, v4.shape[-1]), ops.empty_lse(q4)
+    varlen = any(x is not None for x in options.lengths)
+    if varlen and ops.whole_rows(v4) is not v4:
         return
-    out, lse = ops.empty_output(q, v.shape[-1]), ops.empty_lse(q)
-    if ops.addressable_out(out) is not out:
+    if (
+        any(ops.addressable(x) is not x for x in (q4, k4, v4))
+        or ops.addressable_out(out) is not out
+    ):
         return
-    ops.keep(
-        ops._launches,
-        _key(q, k, v, sink, slopes, scalars),
-        Prepared(
-            function=launch.function,
-            options=options._replace(sink=None, alibi_slopes=None),
-            numbers=ops._numbers(launch.numbers, options, abs(options.softmax_scale)),
-            section=launch.section,
-            workers=launch.workers,
-            device=q.device.index,
-            empty=allocator(q.device.type),
-            out=Shape.of(out),
-            lse=Shape.of(lse),
-            scratch=_scratch_like(lse),
-            backward=None if ops._obstacle(q, k, v, options) is None else False,
-        ),
+    differentiable = not varlen and ops._obstacle(q, k, v, options) is None
+    prepared = Prepared(
+        function=launch.function,
+        options=options._replace(**dict.fromkeys(OPTIONAL[:COUNTER])),
+        numbers=ops._numbers(launch.numbers, options, abs(options.softmax_scale)),
+        section=launch.section,
+        workers=launch.workers,
+        device=q.device.index,
+        empty=allocator(q.device.type),
+        out=Shape.of(out),
+        lse=Shape.of(lse),
+        scratch=_scratch_like(lse),
+        packed=(q.ndim == 3, k.ndim == 3),
+        order=tuple(OPTIONAL.index(name) for name in launch.tensors),
+        backward=None if differentiable else False,
     )
+    ops.keep(ops._launches, _key(q, k, v, tensors, scalars), prepared)
+
+
+def _is_converted(i: int, options: CallOptions, q) -> bool:
+    """Whether the kernel gets another tensor than the caller's."""
+    x = getattr(options, OPTIONAL[i])
+    given = ops._optional_tensor(OPTIONAL[i], options, options.batch(q))
+    return given.data_ptr() != x.data_ptr() or given.shape != x.shape
 
 
 def _scratch_like(lse):
@@ -282,7 +296,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sink, slopes, found):
-        out, lse = found.run(q, k, v, sink, slopes, True)
+        out, lse = found.run(q, k, v, (sink, slopes, None, None, None, None), True)
         ctx.save_for_backward(q, k, v, out, lse, sink, slopes)
         ctx.set_materialize_grads(False)
         ctx.found = found

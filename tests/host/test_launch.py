@@ -121,6 +121,63 @@ def test_only_outputs_are_allocated(wants_lse, seqlen):
     assert (launches[-1].tensors[4].data_ptr() == shared) == small
 
 
+CU = torch.tensor([0, 11, 15, 40], dtype=torch.int32)
+USED = torch.tensor([9, 0, 20], dtype=torch.int32)
+SEQUENCES = {
+    "packed": ("packed", "packed", {"cu_seqlens_q": CU, "cu_seqlens_k": CU}),
+    "packed queries": ("packed", "batch", {"cu_seqlens_q": CU}),
+    "packed keys": ("batch", "packed", {"cu_seqlens_k": CU}),
+    "decode": ("batch", "batch", {"seqused_k": USED}),
+    "all": ("packed", "packed", {"cu_seqlens_q": CU, "cu_seqlens_k": CU, "seqused_q": USED, "seqused_k": USED}),
+    "sinks": ("packed", "packed", {"cu_seqlens_q": CU, "cu_seqlens_k": CU, "learnable_sink": draw(4).float()}),
+    "int64": ("packed", "packed", {"cu_seqlens_q": CU.long(), "cu_seqlens_k": CU.long()}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wants_lse", [False, True])
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_sequences_take_the_short_way(name, wants_lse):
+    """With other lengths in the same tensors too; what must be converted goes the long way."""
+    q_kind, k_kind, keywords = SEQUENCES[name]
+    q = draw(40, 4, 40) if q_kind == "packed" else draw(3, 12, 4, 40)
+    k, v = (draw(*((40, 2) if k_kind == "packed" else (3, 20, 2)), d) for d in (40, 24))
+    keywords = {key: x.clone() for key, x in keywords.items()}
+    with stand_in_gpu() as launches, count_long_ways() as checks:
+        for change in (0, 0, 1):
+            for lengths in keywords.values():
+                if lengths.dtype in (torch.int32, torch.int64):
+                    lengths[1] += change
+            found = flash4.flash_attn_varlen_func(
+                q, k, v, return_lse=wants_lse, causal=True, **keywords
+            )
+            before = checks.call_count
+            with Seen():  # the long way
+                expected = flash4.flash_attn_varlen_func(
+                    q, k, v, return_lse=wants_lse, causal=True, **keywords
+                )
+            assert checks.call_count == before + 1
+            pairs = zip(found, expected, strict=True) if wants_lse else [(found, expected)]
+            for a, b in pairs:
+                assert torch.equal(a, b) and a.stride() == b.stride() and a.shape == b.shape
+        assert checks.call_count == (6 if name == "int64" else 4)
+    counters = [x.tensors[-1] for x in launches if x.config.optional_tensors[-1:] == ("next_tile",)]
+    assert len({x.data_ptr() for x in counters}) == len(counters), "each call has its own"
+
+
+def test_gradients_of_sequences_take_the_long_way():
+    """Whether they are built or not."""
+    q = draw(40, 4, 64)
+    keywords = {"cu_seqlens_q": CU, "cu_seqlens_k": CU}
+    with stand_in_gpu(run=lambda launch: None):
+        for _ in range(2):
+            flash4.flash_attn_varlen_func(q, q, q, **keywords)
+        prepared = [x for x in ops._launches.values() if isinstance(x, launch.Prepared)]
+        assert len(prepared) == 1 and prepared[0].backward is False
+        with mock.patch.object(launch, "_apply", side_effect=AssertionError):
+            with contextlib.suppress(NotImplementedError):
+                flash4.flash_attn_varlen_func(q.requires_grad_(), q, q, **keywords)
+
+
 def plain(value):
     if isinstance(value, tuple):
         return all(map(plain, value))
@@ -139,7 +196,7 @@ def test_keys_hold_plain_values():
             lengths = torch.tensor([0, 70], dtype=torch.int32)
             flash4.flash_attn_varlen_func(x[0], x[0], x[0], lengths, lengths, length, length)
         keys = list(ops._launches)
-    assert len(keys) == 2 * len(FEATURES) + 1 and all(map(plain, keys))
+    assert len(keys) == 2 * len(FEATURES) + 2 and all(map(plain, keys))
 
 
 def test_tensors_as_numbers_leave_no_entry():
