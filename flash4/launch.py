@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 from flash4 import ops
 from flash4.problem import LENGTHS, CallOptions
@@ -109,12 +110,18 @@ def watched() -> bool:
     """Whether someone looks at what goes through PyTorch's dispatcher."""
     return (
         _C._len_torch_dispatch_stack() != 0
-        or _C._len_torch_function_stack() != 0
+        or (_C._len_torch_function_stack() != 0 and not _only_a_default_device())
         or _C._are_functorch_transforms_active()
         or _C._get_tracing_state() is not None
         or torch.autograd._profiler_enabled()
         or forward_ad._current_level >= 0
     )
+
+
+def _only_a_default_device() -> bool:
+    """Whether the one function mode is that of ``torch.set_default_device``, which looks at factories alone."""
+    alone = _C._len_torch_function_stack() == 1
+    return alone and isinstance(_C._get_function_stack_at(0), DeviceContext)
 
 
 def _facts(x):

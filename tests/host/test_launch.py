@@ -287,6 +287,18 @@ def test_who_watches_the_dispatcher_sees_the_operator():
         assert any(event.name == "flash4::forward" for event in profile.events())
 
 
+def test_a_default_device_watches_nothing():
+    x = draw(2, 70, 4, 40)
+    with stand_in_gpu(run=lambda launch: None), count_long_ways() as checks:
+        with torch.device("cpu"):
+            for _ in range(3):
+                flash4.flash_attn_func(x, x, x)
+        assert checks.call_count == 1
+        with torch.overrides.BaseTorchFunctionMode(), torch.device("cpu"):
+            flash4.flash_attn_func(x, x, x)
+        assert checks.call_count == 2
+
+
 def test_transforms_take_the_long_way():
     """vmap calls the operator once for each entry."""
     x = draw(2, 2, 70, 4, 40)
