@@ -282,7 +282,7 @@ def _forward(out, q, k, v, keywords: dict, scalars=None):
     if out is not None:
         return out, _forward_into(out, q, k, v, options)
     result = ops.forward(q, k, v, *options)
-    if scalars is not None:
+    if scalars is not None and not launch.watched():
         launch.remember(q, k, v, options, scalars)
     return result
 

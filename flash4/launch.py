@@ -18,6 +18,7 @@ from flash4.problem import LENGTHS, CallOptions
 SCRATCH = 1 << 18  # floats; for the log-sum-exp of calls that drop it
 OPTIONAL = ("sink", "alibi_slopes", *LENGTHS, ops.NEXT_TILE)
 COUNTER = len(OPTIONAL) - 1
+_TENSORS = slice(CallOptions._fields.index(OPTIONAL[0]), CallOptions._fields.index("score_mod"))
 _PLAIN = (bool, int, float, type(None))
 _ADDRESS_BITS = ops.ALIGNMENT - 1
 _C = torch._C
@@ -140,6 +141,23 @@ def _key(q, k, v, optional, scalars):
     return (*key, *map(_facts, optional))
 
 
+def _find(q, k, v, optional, scalars) -> Prepared | None:
+    """Entry of a call, if its tensors can be taken as they lie."""
+    try:
+        found = ops._launches.get(_key(q, k, v, optional, scalars))
+        # What the key does not say: an address that is not aligned, a sign that is still to be applied.
+        if (
+            found is None
+            or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & _ADDRESS_BITS
+            or q.is_neg() or k.is_neg() or v.is_neg()
+            or found.device != _current_device()
+        ):  # fmt: skip
+            return None
+    except (TypeError, AttributeError, RuntimeError):  # no hash, no tensor, no memory
+        return None
+    return found
+
+
 def attend(q, k, v, optional, scalars, wants_lse):
     """Result (out, lse) of a call like one before; None if it must go the long way.
 
@@ -153,17 +171,8 @@ def attend(q, k, v, optional, scalars, wants_lse):
     """
     if not (q.__class__ is k.__class__ is v.__class__ is Tensor) or watched():
         return None
-    try:
-        found = ops._launches.get(_key(q, k, v, optional, scalars))
-        # What the key does not say: an address that is not aligned, a sign that is still to be applied.
-        if (
-            found is None
-            or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & _ADDRESS_BITS
-            or q.is_neg() or k.is_neg() or v.is_neg()
-            or found.device != _current_device()
-        ):  # fmt: skip
-            return None
-    except (TypeError, AttributeError, RuntimeError):  # no hash, no tensor, no memory
+    found = _find(q, k, v, optional, scalars)
+    if found is None:
         return None
     if torch.is_grad_enabled():
         sink, slopes = optional[:2]
@@ -178,29 +187,36 @@ def attend(q, k, v, optional, scalars, wants_lse):
 
 
 def remember(q, k, v, options: CallOptions, scalars):
-    """Keep what the next call like this one needs, if nothing about its tensors has to be changed before the launch."""
-    inputs, tensors = (q, k, v), tuple(getattr(options, name) for name in OPTIONAL[:COUNTER])
-    if any(x.__class__ is not Tensor or x.is_neg() for x in inputs) or watched():
-        return
-    if not all(type(x) in _PLAIN for x in scalars) or options.softmax_scale == 0:
-        return
+    """Let the next call of a public function like this one, which the operator has seen, take the short way."""
+    found = _find(q, k, v, options[_TENSORS], _operator_scalars(options))
+    if found is not None and all(type(x) in _PLAIN for x in scalars):
+        ops.keep(ops._launches, _key(q, k, v, options[_TENSORS], scalars), found)
+
+
+def _prepare(q, k, v, options: CallOptions) -> Prepared | None:
+    """What the next call like this one needs, if nothing about its tensors has to be changed before the launch."""
+    inputs, tensors = (q, k, v), options[_TENSORS]
+    if any(x.__class__ is not Tensor or x.is_neg() for x in inputs):
+        return None
+    if options.softmax_scale == 0 or options.aux_tensors is not None:
+        return None
     if any(_is_converted(i, options, q) for i in range(COUNTER) if tensors[i] is not None):
-        return
+        return None
     launch = ops._launch_for(q, k, v, options)
     if launch is None:
-        return
+        return None
     q4, k4, v4 = (x if x.ndim == 4 else x[None] for x in inputs)
     out, lse = ops.empty_output(q4, v4.shape[-1]), ops.empty_lse(q4)
     varlen = any(x is not None for x in options.lengths)
     if varlen and ops.whole_rows(v4) is not v4:
-        return
+        return None
     if (
         any(ops.addressable(x) is not x for x in (q4, k4, v4))
         or ops.addressable_out(out) is not out
     ):
-        return
+        return None
     differentiable = not varlen and ops._obstacle(q, k, v, options) is None
-    prepared = Prepared(
+    return Prepared(
         function=launch.function,
         options=options._replace(**dict.fromkeys(OPTIONAL[:COUNTER])),
         numbers=ops._numbers(launch.numbers, options, abs(options.softmax_scale)),
@@ -215,7 +231,6 @@ def remember(q, k, v, options: CallOptions, scalars):
         order=tuple(OPTIONAL.index(name) for name in launch.tensors),
         backward=None if differentiable else False,
     )
-    ops.keep(ops._launches, _key(q, k, v, tensors, scalars), prepared)
 
 
 def _is_converted(i: int, options: CallOptions, q) -> bool:
@@ -231,14 +246,10 @@ def _scratch_like(lse):
         return None
     device = lse.device
     if device not in _scratch:
-        if lse.is_cuda and _capturing(device):
+        if ops.is_capturing():
             return None  # it would belong to the graph
         _scratch[device] = lse.new_empty(SCRATCH)
     return _scratch[device].as_strided(lse.shape, lse.stride())
-
-
-def _capturing(device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -246,6 +257,9 @@ class PreparedBackward:
     """All that the gradients of a call need but tensors.
 
     Attributes:
+        device: index of the device.
+        empty: allocator.
+        scale: of scores.
         kernels: (prepare, main, finish).
         numbers: what the main kernel takes besides tensors.
         section: heads per section of the tile schedule.
@@ -254,6 +268,9 @@ class PreparedBackward:
         workspace: two statistics of each query, sums of dQ, and turns if blocks are added in order.
     """
 
+    device: int | None
+    empty: object
+    scale: float
     kernels: tuple
     numbers: tuple
     section: int
@@ -277,6 +294,9 @@ class PreparedBackward:
             turns = torch.empty((*rows, 2), dtype=torch.int32, device="meta")
             workspace.append(Shape.of(turns))
         return cls(
+            device=q.device.index,
+            empty=allocator(q.device.type),
+            scale=options.softmax_scale,
             kernels=(launch.prepare, launch.main, launch.finish),
             numbers=ops._backward_numbers(config.numbers, options),
             section=launch.section,
@@ -285,16 +305,35 @@ class PreparedBackward:
             workspace=tuple(workspace),
         )
 
-    def run(self, dout, saved, empty, scale):
-        """Launch; returns gradients of q, k and v."""
+    def run(self, dout, saved):
+        """Launch; returns gradients of q, k and v, or None if they must go the long way.
+
+        Args:
+            dout: gradient of out, any strides.
+            saved: q, k, v, out, lse and slopes, as hooks gave them back.
+        """
         q, k, v, out, lse, slopes = saved
+        tensors = (q, k, v, out, lse, dout)
+        if any([x.__class__ is not Tensor for x in tensors]) or self.device != _current_device():
+            return None
+        address = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
+        strides = tuple([x.stride() for x in tensors])
+        if address & _ADDRESS_BITS or strides[:-1] != self.strides[:-1] or dout.is_neg():
+            return None
+        if strides[-1] != self.strides[-1] or dout.data_ptr() & _ADDRESS_BITS:
+            dout = ops.addressable(dout)
+        return self._launch(dout, saved)
+
+    def _launch(self, dout, saved):
+        q, k, v, out, lse, slopes = saved
+        empty = self.empty
         dq, dk, dv = (empty(x.shape, x.strides, x.dtype) for x in self.gradients)
         lse2, delta, sums, *turns = (empty(x.shape, x.strides, x.dtype) for x in self.workspace)
         prepare, main, finish = self.kernels
         prepare((out, dout, lse, lse2, delta, sums, *turns))
         optional = turns if slopes is None else (slopes, *turns)
         main((q, k, v, dout, lse2, delta, sums, dk, dv, *optional), self.numbers, self.section)
-        finish(sums, dq, scale)
+        finish(sums, dq, self.scale)
         return dq, dk, dv
 
 
@@ -327,22 +366,65 @@ _apply = super(torch.autograd.Function, _Attention).apply  # what comes before i
 
 def _gradients(found: Prepared, dout, saved):
     """Gradients of q, k and v the short way; None if they must go the long way."""
-    q, k, v, out, lse, slopes = saved
-    tensors = (q, k, v, out, lse, dout)
-    if any([x.__class__ is not Tensor for x in tensors]) or watched():
-        return None
-    if found.device != _current_device():
+    if watched():
         return None
     prepared = found.backward
     if prepared is None:
-        prepared = PreparedBackward.of(q, k, v, out, lse, slopes, found.options)
-        found.backward = prepared
-    if prepared is False:
-        return None
-    address = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()
-    strides = tuple([x.stride() for x in tensors])  # of what saved-tensor hooks gave back
-    if address & _ADDRESS_BITS or strides != prepared.strides or dout.is_neg():
-        if strides[:5] != prepared.strides[:5] or dout.is_neg():
-            return None
-        dout = ops.addressable(dout)
-    return prepared.run(dout, saved, found.empty, found.options.softmax_scale)
+        prepared = found.backward = PreparedBackward.of(*saved, found.options)
+    return None if prepared is False else prepared.run(dout, saved)
+
+
+# The operators, which compiled graphs call, have a look-up of their own: below the dispatcher nobody watches.
+
+
+def forward_operator(q, k, v, *options):
+    """``flash4::forward`` on a GPU, the short way if it had such a call before."""
+    options = CallOptions(*options)
+    tensors, scalars = options[_TENSORS], _operator_scalars(options)
+    if q.__class__ is k.__class__ is v.__class__ is Tensor:
+        found = _find(q, k, v, tensors, scalars)
+        if found is not None:
+            return found.run(q, k, v, tensors, True)
+    out = ops.empty_output(q, v.shape[-1])
+    lse = ops.run_forward(q, k, v, out, options)
+    prepared = _prepare(q, k, v, options)
+    if prepared is not None:
+        ops.keep(ops._launches, _key(q, k, v, tensors, scalars), prepared)
+    return out, lse
+
+
+def _operator_scalars(options: CallOptions) -> tuple:
+    return (*options[: _TENSORS.start], *options[_TENSORS.stop :])
+
+
+def backward_operator(dout, dlse, q, k, v, out, lse, *fields):
+    """``flash4::backward`` on a GPU, the short way if it had such a call before."""
+    inputs, options = (q, k, v), ops.backward_options(fields)
+    if dlse is None and options.sink is None and options.lengths == (None,) * 4:
+        tensors = (None, options.alibi_slopes, None, None, None, None)
+        scalars = ("backward", options.softmax_scale, options.causal, options.softcap)
+        scalars += (options.window_left, options.window_right, options.deterministic)
+        saved = (*inputs, out, lse, options.alibi_slopes)
+        key = _key(*inputs, tensors, scalars)
+        found = ops._backward_launches.get(key)
+        if found is None and _fits(saved, options):
+            found = PreparedBackward.of(*saved, options)
+            ops.keep(ops._backward_launches, key, found)
+        gradients = found.run(dout, saved) if found else None
+        if gradients is not None:
+            return *gradients, lse.new_empty(0)
+    return ops.run_backward(dout, dlse, inputs, out, lse, options)
+
+
+def _fits(saved, options: CallOptions) -> bool:
+    """Whether nothing of what a forward saved has to be changed before the launch."""
+    *rows, lse, slopes = saved
+    if any(x.__class__ is not Tensor or ops.addressable(x) is not x for x in rows):
+        return False
+    if slopes is not None and _is_converted(OPTIONAL.index("alibi_slopes"), options, rows[0]):
+        return False
+    return lse.is_contiguous() and all(x.numel() for x in rows)
+
+
+torch.library.impl("flash4::forward", "CUDA", forward_operator)
+torch.library.impl("flash4::backward", "CUDA", backward_operator)

@@ -1,4 +1,4 @@
-"""Execution of planned calls, as PyTorch operators. No policy: plans come from ``dispatch``."""
+"""Execution of planned calls, and PyTorch operators for them. No policy: plans come from ``dispatch``."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -304,12 +304,6 @@ torch.library.define(
 )
 
 
-@torch.library.impl("flash4::forward", "CUDA")
-def _forward(q, k, v, *options):
-    out = empty_output(q, v.shape[-1])
-    return out, run_forward(q, k, v, out, CallOptions(*options))
-
-
 @torch.library.register_fake("flash4::forward")
 def _forward_fake(q, k, v, *options):
     check_call(q, k, v, CallOptions(*options))
@@ -463,11 +457,6 @@ def backward_fields(options: CallOptions) -> tuple:
 def backward_options(fields) -> CallOptions:
     """Options of what the backward operator was given behind its tensors."""
     return CallOptions(**dict(zip(_BACKWARD_FIELDS, fields, strict=False)))
-
-
-@torch.library.impl("flash4::backward", "CUDA")
-def _backward(dout, dlse, q, k, v, out, lse, *fields):
-    return run_backward(dout, dlse, (q, k, v), out, lse, backward_options(fields))
 
 
 @torch.library.register_fake("flash4::backward")

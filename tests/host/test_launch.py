@@ -99,7 +99,7 @@ def test_the_short_way_runs_no_policy():
             sys.setprofile(None)
     assert called == [
         "flash4.interface.flash_attn_func", "flash4.interface._deterministic",
-        "flash4.launch.attend", "flash4.launch.watched", "flash4.launch._key",
+        "flash4.launch.attend", "flash4.launch.watched", "flash4.launch._find", "flash4.launch._key",
         *["flash4.launch.<lambda>"] * ("flash4.launch.<lambda>" in called),  # without CUDA
         "flash4.launch.run",
     ]  # fmt: skip
@@ -112,7 +112,7 @@ def test_only_outputs_are_allocated(wants_lse, seqlen):
     x = x.contiguous()
     with stand_in_gpu(run=lambda launch: None) as launches:
         flash4.flash_attn_func(x, x, x)
-        (prepared,) = (y for y in ops._launches.values() if isinstance(y, launch.Prepared))
+        *_, prepared = (y for y in ops._launches.values() if isinstance(y, launch.Prepared))
         prepared.empty = mock.Mock(wraps=prepared.empty)
         flash4.flash_attn_func(x, x, x, return_lse=wants_lse)
     small = not wants_lse and seqlen == 128
@@ -172,7 +172,7 @@ def test_gradients_of_sequences_take_the_long_way():
         for _ in range(2):
             flash4.flash_attn_varlen_func(q, q, q, **keywords)
         prepared = [x for x in ops._launches.values() if isinstance(x, launch.Prepared)]
-        assert len(prepared) == 1 and prepared[0].backward is False
+        assert len(prepared) == 2 and not any(x.backward is not False for x in prepared)
         with mock.patch.object(launch, "_apply", side_effect=AssertionError):
             with contextlib.suppress(NotImplementedError):
                 flash4.flash_attn_varlen_func(q.requires_grad_(), q, q, **keywords)
@@ -196,7 +196,8 @@ def test_keys_hold_plain_values():
             lengths = torch.tensor([0, 70], dtype=torch.int32)
             flash4.flash_attn_varlen_func(x[0], x[0], x[0], lengths, lengths, length, length)
         keys = list(ops._launches)
-    assert len(keys) == 2 * len(FEATURES) + 2 and all(map(plain, keys))
+    assert len(keys) == 3 * (len(FEATURES) + 1), "kernel, operator, function"
+    assert all(map(plain, keys))
 
 
 def test_tensors_as_numbers_leave_no_entry():
@@ -204,7 +205,8 @@ def test_tensors_as_numbers_leave_no_entry():
     with stand_in_gpu(run=lambda launch: None) as launches:
         for scale in (0.5, 0.25):
             flash4.flash_attn_func(x, x, x, softmax_scale=torch.tensor(scale))
-        assert not any(isinstance(y, launch.Prepared) for y in ops._launches.values())
+        prepared = [y for y in ops._launches.values() if isinstance(y, launch.Prepared)]
+        assert len(prepared) == 2 and all(map(plain, ops._launches)), "of the operator alone"
     assert [y.scale for y in launches] == [0.5, 0.25]
 
 
@@ -474,3 +476,52 @@ def test_a_capture_compiles_nothing():
             with mock.patch.object(ops, "is_capturing", lambda: True):
                 flash4.flash_attn_func(x, x, x)
     assert len(launches) == 1
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_the_operators_look_up_calls_too(name):
+    """Compiled graphs call them; nothing is planned, and the same is launched."""
+    x, keywords = Inputs.draw(), FEATURES[name]
+    q, k, v = (y.detach() for y in x.three)
+    options = interface.options_of(q, k, v, **keywords)
+    with stand_in():
+        found = []
+        for _ in range(3):
+            with (
+                mock.patch.object(ops, "run_forward", wraps=ops.run_forward) as forward,
+                mock.patch.object(ops, "run_backward", wraps=ops.run_backward) as backward,
+                mock.patch.object(
+                    ops, "_backward_launch_for", wraps=ops._backward_launch_for
+                ) as look,
+            ):
+                out, lse = ops.forward(q, k, v, *options)
+                fields = ops.backward_fields(options)
+                *gradients, dsink = ops.backward(x.dout, None, q, k, v, out, lse, *fields)
+            found.append((out, lse, *gradients))
+            counts = (forward.call_count, backward.call_count, look.call_count)
+        sinks = "learnable_sink" in keywords
+        assert counts == (0, int(sinks), int(sinks)) and (dsink.numel() > 0) == sinks
+        for a, b in zip(found[0], found[2], strict=True):
+            assert torch.equal(a, b) and a.stride() == b.stride()
+        assert_gradients_close(found[2][2:], x.three, x.dout, **keywords)
+        odd_inputs = (misaligned(q), k, v)
+        again = ops.backward(x.dout, None, *odd_inputs, out, lse, *ops.backward_fields(options))
+        for a, b in zip(again[:3], found[0][2:], strict=True):
+            assert torch.equal(a, b)
+
+
+def biased(score, b, h, q_idx, kv_idx, info, aux):
+    return score + aux[0][h]
+
+
+def test_mods_and_what_they_read():
+    """Mods are told apart by all that they depend on, every time; the operator takes those without tensors by its look-up."""
+    q, k, v = draw(2, 70, 4, 40), draw(2, 90, 2, 40), draw(2, 90, 2, 24)
+    for factor in (0.5, 0.25):
+        for keywords in (
+            {"score_mod": lambda score, *_: score * factor},  # noqa: B023
+            {"score_mod": biased, "aux_tensors": [draw(4).float() * factor]},
+        ):
+            with stand_in_gpu() as launches:
+                found = [flash4.flash_attn_func(q, k, v, **keywords) for _ in range(3)]
+            assert len(launches) == 3 and all(torch.equal(x, found[0]) for x in found)
