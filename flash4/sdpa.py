@@ -8,8 +8,16 @@ from torch.autograd import forward_ad
 
 from flash4 import interface, launch, ops
 from flash4.common.mods import constant_while_tracing
-from flash4.dispatch import BackwardPlan, Plan
-from flash4.problem import DTYPES, HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_SCALE, MIN_SCALE, CallOptions
+from flash4.dispatch import BackwardPlan, Plan, gradient_obstacle
+from flash4.problem import (
+    DTYPES,
+    HEAD_DIM_STEP,
+    MAX_HEAD_DIM,
+    MAX_SCALE,
+    MIN_SCALE,
+    AttentionProblem,
+    CallOptions,
+)
 
 __all__ = ["TorchPlan", "explain", "scaled_dot_product_attention"]
 
@@ -184,7 +192,10 @@ def _misfit(q, k, v, given: tuple, wants_gradients: bool) -> str | None:
         tensors, own = _own_call(q, k, v, mask, is_causal, scale)
         right = own.get("window_size", (None, -1))[1]
         options = CallOptions(1.0, own.get("causal", False), window_right=right)
-        reason = ops._obstacle(*tensors, options)
+        if torch.compiler.is_compiling():  # which would watch a table of what was asked before
+            reason = gradient_obstacle(AttentionProblem.of_call(*tensors, options))
+        else:
+            reason = ops._obstacle(*tensors, options)
     return reason
 
 
