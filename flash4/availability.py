@@ -49,8 +49,9 @@ def is_available(device=None) -> Availability:
     if loader is not None:
         reasons.append(loader)
     elif toolchain is not None:
-        (notes if cache.CACHE.entries() else reasons).append(
-            f"kernels that are not in {cache.cache_dir()} cannot be compiled: {toolchain}"
+        possible = versions.installed(versions.DSL) is not None or cache.CACHE.entries()
+        (notes if possible else reasons).append(
+            f"kernels that are not in {cache.cache_dir()} may not compile: {toolchain}"
         )
     problem = cache.CACHE.folder_obstacle()
     if problem is not None:
