@@ -203,7 +203,7 @@ def _prepare(q, k, v, options: CallOptions) -> Prepared | None:
     if any(_is_converted(i, options, q) for i in range(COUNTER) if tensors[i] is not None):
         return None
     launch = ops._launch_for(q, k, v, options)
-    if launch is None:
+    if launch is None or not {*launch.tensors} <= {*OPTIONAL}:
         return None
     q4, k4, v4 = (x if x.ndim == 4 else x[None] for x in inputs)
     out, lse = ops.empty_output(q4, v4.shape[-1]), ops.empty_lse(q4)
