@@ -9,18 +9,13 @@ from cutlass import Int32
 
 from flash4.common.geometry import imax
 from flash4.common.graph import WARP
-from flash4.common.handout import NOTHING, find
+from flash4.common.handout import NOTHING, DenseEntry, find
 from flash4.common.tiles import TileSchedule
 from flash4.common.varlen import Entry
-from flash4.sm90.fwd_config import MARKS, OUTGROWN, PASSES, TILE_SLOTS, ForwardConfig
+from flash4.sm90.fwd_config import MARKS, NOTES, OUTGROWN, PASSES, TILE_SLOTS, ForwardConfig
 
 BARRIER_PASS = 10  # named barrier: all roles have been through all tiles
-ENTRY = tuple(field.name for field in fields(Entry))
 LANES_AT_A_TIME = 4  # more take more registers
-KIND = ENTRY.index("kind")
-MARK = len(
-    ENTRY
-)  # first of a slot's words that say, pass by pass, whether its tile is worked on again
 
 
 @dataclass(frozen=True)
@@ -84,6 +79,10 @@ class Tiles:
         self.marks[(again - 1) * (MARKS + 1) + self.schedule.wave(tile.index) % MARKS] = 1
         self.marks[again * (MARKS + 1) - 1] = 1
 
+    def wave(self, tile):
+        """How many tiles the worker had before."""
+        return self.schedule.wave(tile.index)
+
     def note_outgrown(self, tile, warpgroup):
         """Remember that a tile outgrew its shift, for the next of this warpgroup of the CTA."""
         self.marks[OUTGROWN + warpgroup] = self.schedule.wave(tile.index) + 1
@@ -138,7 +137,11 @@ class Warp:
 
 @dataclass(frozen=True)
 class TileSlots:
-    """The ring of tiles: slots, their barriers, and the counter that tells a CTA's next tile."""
+    """The ring of tiles: slots, their barriers, and the counter that tells a CTA's next tile.
+
+    A slot has a word for each field of an entry, then for each pass but the first one that says whether the slot's tile
+    is worked on again.
+    """
 
     words: cute.Tensor  # (TILE_WORDS, TILE_SLOTS) int32 in shared memory
     full: cute.Pointer
@@ -147,6 +150,13 @@ class TileSlots:
     worker: Int32
     workers: Int32
     lane: Int32  # in the warp
+
+    entry = Entry  # what a slot holds
+
+    @property
+    def names(self):
+        """Fields of what a slot holds, in the order of its words."""
+        return tuple(field.name for field in fields(self.entry))
 
     @property
     def count(self):
@@ -180,17 +190,17 @@ class TileSlots:
         """Fill a slot; by a whole warp."""
         slot = number % self.count
         cute.arch.sync_warp()  # all lanes have read what was there
-        for i, name in enumerate(ENTRY):
+        for i, name in enumerate(self.names):
             self.words[i, slot] = Int32(getattr(entry, name))
         for again in range(PASSES):
-            self.words[MARK + again, slot] = Int32(0)
+            self.words[len(self.names) + again, slot] = Int32(0)
         self._arrive(self.full + slot)
 
     def post_nothing(self, number):
         """Fill a slot with nothing to do; by a whole warp. What it held was not marked."""
         slot = number % self.count
         cute.arch.sync_warp()
-        self.words[KIND, slot] = Int32(NOTHING)
+        self.words[self.names.index("kind"), slot] = Int32(NOTHING)
         self._arrive(self.full + slot)
 
     def release(self, number):
@@ -203,10 +213,10 @@ class TileSlots:
         if self.lane == 0:
             cute.arch.mbarrier_arrive(barrier)
 
-    def read(self, number) -> Entry:
+    def read(self, number):
         """What a slot holds."""
         slot = number % self.count
-        return Entry(*(self.words[i, slot] for i in range(MARK)))
+        return self.entry(*(self.words[i, slot] for i in range(len(self.names))))
 
     def kind(self, number):
         """Kind of what a slot holds."""
@@ -218,14 +228,19 @@ class TileSlots:
 
     def marked(self, number):
         """(sequence, number in it, pass) of the tile that a slot held; pass 0 if it need not be worked on again."""
-        entry, slot, again = self.read(number), number % self.count, Int32(0)
+        entry = self.read(number)
+        return entry.index, entry.within, self._marked_pass(number)
+
+    def _marked_pass(self, number):
+        slot, again = number % self.count, Int32(0)
         for later in range(1, PASSES + 1):
-            again = cutlass.select_(self.words[MARK + later - 1, slot] != 0, Int32(later), again)
-        return entry.index, entry.within, again
+            word = self.words[len(self.names) + later - 1, slot]
+            again = cutlass.select_(word != 0, Int32(later), again)
+        return again
 
     def mark(self, number, again: int):
         """Mark a slot's tile for a later pass; whoever else does writes the same."""
-        self.words[MARK + again - 1, number % self.count] = Int32(1)
+        self.words[len(self.names) + again - 1, number % self.count] = Int32(1)
 
     @cute.jit
     def draw(self, number):
@@ -243,3 +258,35 @@ class TileSlots:
     def wait_stores(self):
         """Wait until this thread's stores are there."""
         cute.arch.cp_async_bulk_wait_group(0)
+
+
+@dataclass(frozen=True)
+class DenseSlots(TileSlots):
+    """The ring of tiles of a dense call, (DENSE_WORDS, TILE_SLOTS) words. Its counter is zero again after the launch."""
+
+    draws: Int32 = None  # how often all workers together ask the counter
+    notes: cute.Tensor = None  # (NOTES,) int32 in shared memory; see ``handout.DenseViews``
+
+    entry = DenseEntry
+
+    @cute.jit
+    def open(self, thread, arrivals: cutlass.Constexpr):
+        """As ``TileSlots.open``; no warpgroup has noted anything."""
+        TileSlots.open(self, thread, arrivals)
+        if thread < NOTES:
+            self.notes[thread] = -1
+
+    def marked(self, number):
+        """(index, pass) of the tile that a slot held; pass 0 if it need not be worked on again."""
+        return self.read(number).index, self._marked_pass(number)
+
+    @cute.jit
+    def draw(self, number):
+        """Index of this worker's next tile; behind the last when none is left, which a worker may be told once."""
+        drawn = Int32(0)
+        if (self.lane == 0) & (number > 0):
+            drawn = cute.arch.atomic_add(self.counter.iterator, Int32(1))
+            if drawn == self.draws - 1:  # nobody asks again
+                self.counter[0] = Int32(0)
+        drawn = cute.arch.shuffle_sync(drawn, 0)
+        return cutlass.select_(number > 0, drawn + self.workers, self.worker)
