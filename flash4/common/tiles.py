@@ -4,6 +4,7 @@ One tile is ``tile_q`` queries of one head, or of one group of query heads that 
 ``TileSchedule.at`` is the only place where a tile index gets its meaning.
 """
 
+import heapq
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -189,11 +190,8 @@ class TileSchedule:
             lists.append(tiles)
         return lists
 
-    def imbalance(self) -> float:
-        """Host only: the busiest worker's load over the mean load.
-
-        A tile costs its blocks plus one, for its prologue and store.
-        """
+    def _costs(self):
+        """Host only: (tiles,) blocks of each tile plus one, for its prologue and store."""
         grid = self.grid
         index = np.arange(grid.total)
         section = index // (self.section * grid.m_blocks)
@@ -204,12 +202,41 @@ class TileSchedule:
         counts = [
             self.blocks.count(m, self.seqlen_q, self.seqlen_k) + 1 for m in range(grid.m_blocks)
         ]
-        cost = np.array(counts)[m_block]
+        return np.array(counts)[m_block]
+
+    def imbalance(self) -> float:
+        """Host only: the busiest worker's load over the mean load."""
+        cost = self._costs()
+        index = np.arange(self.grid.total)
         wave, worker = index // self.step, index % self.step
         if self.descends:
             worker = np.where(wave % 2 == 1, self.step - 1 - worker, worker)
         loads = np.bincount(worker, weights=cost, minlength=self.step)
         return float(loads.max() * self.step / loads.sum())
+
+    def handed_out(self) -> list[list[int]]:
+        """Host only: indices of all workers' tiles if whoever is free takes the next, all at the same speed."""
+        free, lists = [(0, worker) for worker in range(self.step)], [[] for _ in range(self.step)]
+        for index, cost in enumerate(self._costs().tolist()):
+            time, worker = free[0]
+            lists[worker].append(index)
+            heapq.heapreplace(free, (time + cost, worker))
+        return lists
+
+    def handed_out_imbalance(self) -> float:
+        """Host only: ``imbalance`` where tiles are handed out."""
+        costs = self._costs()
+        loads = [costs[mine].sum() for mine in self.handed_out()]
+        return float(max(loads) * self.step / costs.sum())
+
+
+def multiprocessors_for(tiles, multiprocessors: int, ctas: int) -> int:
+    """Host only: as few of the multiprocessors as need no more waves for tiles that all cost the same.
+
+    The last wave is nearly full then. With a power of two of tiles, waves begin with whole heads: few K and V are live.
+    """
+    workers = workers_of(multiprocessors, ctas)
+    return ceil_div(tiles, ceil_div(tiles, workers)) * ctas
 
 
 def workers_of(multiprocessors, ctas):

@@ -439,7 +439,8 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
     config, why_shift = choose_shift(config)
     config, why_memory = spend_memory(config)
     config, why_share = share_tiles(config, problem)
-    return config, (why_tile, why_shift, why_memory, why_share, why_pack)
+    config, why_order = order_tiles(config)
+    return config, (why_tile, why_shift, why_memory, why_share, why_order, why_pack)
 
 
 def choose_shift(config: ForwardConfig) -> tuple[ForwardConfig, str]:
@@ -507,6 +508,20 @@ def share_tiles(config: ForwardConfig, problem) -> tuple[ForwardConfig, str]:
             return config, f"one CTA to a tile: {obstacle}"
     why = f"two CTAs to a tile, each loads half of K and V: at least {keys} keys, {SHARED_TILES} tiles"
     return replace(config, cluster=2, tile_m=2 * config.tile_m, skip=cut), why
+
+
+def order_tiles(config: ForwardConfig) -> tuple[ForwardConfig, str]:
+    """Hand tiles out where they differ in length; and the reason."""
+    if config.varlen:
+        return config, "tiles are handed out: lengths are known on the GPU only"
+    if not (config.causal or config.right):
+        return config, "tiles in a fixed order: all take equally long"
+    if config.left:
+        return config, "tiles in a fixed order: those of a left window take about equally long"
+    if config.cluster > 1:
+        return config, "tiles in a fixed order, in waves of alternating direction: CTAs share them"
+    why = "tiles are handed out, the longest of a section first: whoever is free takes the next"
+    return replace(config, handed_out=True), why
 
 
 def padded_head_dim(head_dim: int) -> int:
