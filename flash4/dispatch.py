@@ -24,10 +24,13 @@ L2_BYTES = 24 << 20  # of K and V that stay in L2 while a section runs; measured
 HBM_BYTES, CALL_FLOPS = 4.2e12, 7e14  # of an H200, per second; a rough guess will do
 HBM_WEIGHT = 0.2  # time lost per share of HBM's bandwidth that a call takes: power, above all
 SECTION_BYTES = 20 << 20  # of K and V that surely stay there
+CAUSAL_SECTION_BYTES = 26 << 20  # the same of tiles that need less and less of them
 SEQUENCE_SECTION_BYTES = 16 << 20  # of a section where tiles of sequences are handed out
+TIMES_SPREAD = 0.01  # of equal tiles: what would balance by chance alone does not count
 MIN_SECTION = 3  # fewer heads at a time, and too many workers read the same lines of L2
 MAX_TILES = 2**31 - 1  # tile numbers are int32 in the kernel
 MODELLED_TILES = 16_384  # beyond that the last wave does not matter
+MODELLED_SECTIONS = 32
 CAUSAL_BACKWARD_SECTION = 16  # heads whose tiles, longest first, balance well and still share L2
 
 
@@ -358,22 +361,23 @@ def tiles_are_equal(problem: AttentionProblem) -> bool:
 
 
 def _section_to_hand_out(problem: AttentionProblem, config, grid: Grid, workers: int) -> int:
-    """Heads per section where tiles are handed out: of those whose K and V take ``SECTION_BYTES`` at most, what balances best.
+    """Heads per section where tiles are handed out: what balances best of those whose K and V stay in L2.
 
     As even as can be: few tiles in the last section would leave workers without any.
     """
     heads = grid.head_count
-    most = max(1, min(heads, SECTION_BYTES // _bytes_per_head(problem, grid)))
-    if grid.total > MODELLED_TILES:
+    most = max(1, min(heads, CAUSAL_SECTION_BYTES // _bytes_per_head(problem, grid)))
+    if grid.total > MODELLED_TILES // 4:  # the end is a small part of it
         return most
-    candidates = {ceil_div(heads, ceil_div(heads, s)) for s in range(ceil_div(most, 4), most + 1)}
+    sizes = range(most, most // 4, -ceil_div(most, MODELLED_SECTIONS))
+    candidates = {ceil_div(heads, ceil_div(heads, size)) for size in sizes}
     blocks = KvBlocks(config.tile_q, config.tile_n, causal=True)
     schedule = TileSchedule(blocks, grid, 1, 0, workers, problem.seqlen_q, problem.seqlen_k)
 
     def cost(section):
-        return replace(schedule, section=section).handed_out_imbalance()
+        return replace(schedule, section=section).handed_out(TIMES_SPREAD)[1]
 
-    return min((s for s in candidates if s <= most), key=lambda s: (cost(s), -s))
+    return min(candidates, key=lambda section: (cost(section), -section))
 
 
 def _bytes_per_head(problem: AttentionProblem, grid: Grid) -> int:

@@ -11,6 +11,8 @@ import numpy as np
 
 from flash4.common.geometry import KvBlocks, ceil_div, imax, imin
 
+ENDS_KEYS = 192  # prologue and store of a tile take about as long as so many keys; measured
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -190,8 +192,8 @@ class TileSchedule:
             lists.append(tiles)
         return lists
 
-    def _costs(self):
-        """Host only: (tiles,) blocks of each tile plus one, for its prologue and store."""
+    def _costs(self, ends: float = 1.0):
+        """Host only: (tiles,) blocks of each tile, and ``ends`` for its prologue and store."""
         grid = self.grid
         index = np.arange(grid.total)
         section = index // (self.section * grid.m_blocks)
@@ -200,9 +202,9 @@ class TileSchedule:
         if self.descends:
             m_block = grid.m_blocks - 1 - m_block
         counts = [
-            self.blocks.count(m, self.seqlen_q, self.seqlen_k) + 1 for m in range(grid.m_blocks)
+            self.blocks.count(m, self.seqlen_q, self.seqlen_k) for m in range(grid.m_blocks)
         ]
-        return np.array(counts)[m_block]
+        return np.array(counts)[m_block] + ends
 
     def imbalance(self) -> float:
         """Host only: the busiest worker's load over the mean load."""
@@ -214,20 +216,23 @@ class TileSchedule:
         loads = np.bincount(worker, weights=cost, minlength=self.step)
         return float(loads.max() * self.step / loads.sum())
 
-    def handed_out(self) -> list[list[int]]:
-        """Host only: indices of all workers' tiles if whoever is free takes the next, all at the same speed."""
-        free, lists = [(0, worker) for worker in range(self.step)], [[] for _ in range(self.step)]
-        for index, cost in enumerate(self._costs().tolist()):
+    def handed_out_costs(self):
+        """Host only: (tiles,) blocks of each tile, with its prologue and store, by which ``handed_out`` counts."""
+        return self._costs(ENDS_KEYS / self.blocks.tile_n)
+
+    def handed_out(self, spread: float = 0.0) -> tuple[list[list[int]], float]:
+        """Host only: indices of all workers' tiles if whoever is free takes the next, and the ``imbalance`` of that.
+
+        ``spread`` is that of times of equal tiles, some random ones.
+        """
+        costs = self.handed_out_costs()
+        costs = costs * (1 + spread * np.random.default_rng(0).standard_normal(costs.size))
+        free, lists = [(0.0, worker) for worker in range(self.step)], [[] for _ in range(self.step)]
+        for index, cost in enumerate(costs.tolist()):
             time, worker = free[0]
             lists[worker].append(index)
             heapq.heapreplace(free, (time + cost, worker))
-        return lists
-
-    def handed_out_imbalance(self) -> float:
-        """Host only: ``imbalance`` where tiles are handed out."""
-        costs = self._costs()
-        loads = [costs[mine].sum() for mine in self.handed_out()]
-        return float(max(loads) * self.step / costs.sum())
+        return lists, max(free)[0] * self.step / float(costs.sum())
 
 
 def multiprocessors_for(tiles, multiprocessors: int, ctas: int) -> int:
