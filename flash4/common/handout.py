@@ -9,7 +9,7 @@ Of dense calls the number that the counter gives is the tile: all roles decode i
 looks for the tile and tells all about it.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import cutlass.cute as cute
 
@@ -93,6 +93,10 @@ class TileViews:
 class GivenTiles(TileViews):
     """The tiles of ``load``, which finds them."""
 
+    def ask(self, tile):
+        """Nothing: the counter is asked when the next tile is."""
+        return tile
+
     def first(self):
         """Return the worker's first tile."""
         zero = self.slots.zero
@@ -173,11 +177,16 @@ class DenseEntry:
 class DenseTile(Tile):
     """A tile of a dense call that was handed out; ``number`` and ``idle`` as in ``varlen.VarlenTile``.
 
-    ``idle`` is 0 while the counter may have tiles left, and counts from 1 on afterwards.
+    Attributes:
+        idle: 0 while the counter may have tiles left; it counts from 1 on afterwards.
+        asked: 1 if the counter was asked for a tile that has not been given out yet.
+        answer: what it said, in a form that only slots understand: it may still be on its way.
     """
 
     number: object = None
     idle: object = None
+    asked: object = None
+    answer: object = None
 
 
 @dataclass(frozen=True)
@@ -214,29 +223,41 @@ class DenseViews(TileViews):
         """1 if the warpgroup's tile before this one outgrew its shift, else 0."""
         return choose(self.noted(warpgroup) == tile.number, 1, 0)
 
-    def _tile(self, number, entry, cursor=None, idle=None) -> DenseTile:
+    def _tile(self, number, entry, **more) -> DenseTile:
         tile = self.schedule.at(entry.index)
         known = {field.name: getattr(tile, field.name) for field in fields(tile)}
-        return DenseTile(**known | {"number": number, "again": entry.again, "idle": idle})
+        return DenseTile(**known | {"number": number, "again": entry.again} | more)
 
 
 @dataclass(frozen=True)
 class GivenDense(DenseViews):
     """The tiles of ``load`` of a dense call.
 
-    Each worker asks the counter until it says that no tile is left, and not again: so the last to ask knows that it is.
+    Each worker asks the counter until it says that no tile is left, and not again: so the last answer is known to be.
     """
 
     def first(self):
         """Return the worker's first tile."""
-        return self._next(self.slots.zero, self.slots.zero)
+        zero = self.slots.zero
+        return self._next(zero, zero, zero, zero)
+
+    def ask(self, tile):
+        """Ask the counter for the tile after ``tile``, unless there is one already, or none."""
+        return replace(tile, answer=self._ask(tile), asked=choose(tile.idle == 0, 1, 0))
+
+    @cute.jit
+    def _ask(self, tile):
+        answer = tile.answer
+        if (tile.idle == 0) & (tile.asked == 0):
+            answer = self.slots.ask()
+        return answer
 
     def next(self, tile):
         """Return the tile after ``tile``."""
-        return self._next(tile.number + 1, tile.idle)
+        return self._next(tile.number + 1, tile.idle, tile.asked, tile.answer)
 
     @cute.jit
-    def _next(self, number, idle):
+    def _next(self, number, idle, asked, answer):
         slots, total = self.slots, self.schedule.grid.total
         last = 1 + (slots.count if self.redoes else 1)
         kind, index, again = slots.zero + NOTHING, slots.zero, slots.zero
@@ -245,7 +266,8 @@ class GivenDense(DenseViews):
             index, again = slots.marked(number)
             left = idle == 0
             if (again == 0) & left:
-                index = slots.draw(number)
+                index = slots.answered(number, answer)
+                asked = slots.zero
             found = (again > 0) | (left & (index < total))
             idle = choose(found, choose(left, 0, 1), imax(idle, 1) + 1)
             kind = choose(found, TILE, choose(idle == last, END, NOTHING))
@@ -255,7 +277,7 @@ class GivenDense(DenseViews):
                 number = number + 1
         entry = DenseEntry(kind, index, again)
         slots.post(number, entry)
-        return self._tile(number, entry, idle=idle)
+        return self._tile(number, entry, idle=idle, asked=asked, answer=answer)
 
 
 @dataclass(frozen=True)

@@ -184,13 +184,17 @@ class HostDenseSlots(HostSlots):
         self._marks[slot].touch(False)
         return entry.index, max(self._marked[slot], default=0)
 
-    def draw(self, number):
-        """Index of this worker's next tile. Nobody may ask again who was told that none is left."""
+    def ask(self):
+        """Ask the counter. Nobody may ask again who was told that none is left."""
         if self._told_the_end:
             self._machine.report("the counter is asked again: it may be zero for the next launch")
-        drawn = super().draw(number)
-        self._told_the_end = drawn >= self._beyond
-        return drawn
+        return self.draw(None)
+
+    def answered(self, number, answer):
+        """Index of this worker's next tile."""
+        index = answer if number else self.draw(None)
+        self._told_the_end = index >= self._beyond
+        return index
 
 
 class HostGivenTiles(GivenTiles):
@@ -208,6 +212,7 @@ class HostToldTiles(ToldTiles):
 class HostGivenDense(GivenDense):
     """The tiles of ``load`` of a dense call, in plain Python."""
 
+    _ask = plain(GivenDense._ask)
     _next = plain(GivenDense._next)
 
 

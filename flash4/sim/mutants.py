@@ -389,8 +389,9 @@ def handout_mutants() -> Iterator[Mutant]:
 
 
 def plain_next(kind: type) -> type:
-    """A class of tiles whose ``_next`` runs in plain Python."""
-    return type(kind.__name__, (kind,), {"_next": plain(kind._next)})
+    """A class of tiles whose compiled methods run in plain Python."""
+    methods = {name: plain(getattr(kind, name)) for name in ("_next", "_ask") if hasattr(kind, name)}
+    return type(kind.__name__, (kind,), methods)
 
 
 def sm90_fwd_mutants() -> list[Mutant]:

@@ -246,11 +246,12 @@ def busiest(tiles: TileSchedule) -> int:
 
 @dataclass(frozen=True)
 class DrawnTiles:
-    """A worker's tiles where they are handed out, as one role sees them; ``draw`` is what ``load`` does for the next."""
+    """A worker's tiles where they are handed out, as one role sees them; ``load`` asks by ``draw`` and waits by ``wait``."""
 
     schedule: TileSchedule
     indices: list[int]
     draw: object = None
+    wait: object = None
 
     @property
     def blocks(self):
@@ -265,10 +266,15 @@ class DrawnTiles:
         """Return the worker's first tile."""
         return self.schedule.at(self.indices[0])
 
+    def ask(self, tile):
+        """Ask for the tile after ``tile``."""
+        self.draw()
+        return tile
+
     def next(self, tile):
         """Return the tile after ``tile``."""
-        if self.draw is not None:
-            self.draw()
+        if self.wait is not None:
+            self.wait()
         i = self.indices.index(tile.index) + 1
         total = self.schedule.grid.total
         return self.schedule.at(self.indices[i] if i < len(self.indices) else total)
@@ -329,8 +335,13 @@ def _fill_cta(machine, config, tiles, roles):
     load, mma = plain(roles.load), plain(roles.mma)
     ends, given = [End(ring) for ring in rings], tiles
     if config.handed_out:
-        work = ops(machine.chip, "draw a tile", other=LOAD, stall=DRAW_CYCLES)
-        given = replace(tiles, draw=lambda: machine.spend(work))
+        answers = machine.lane("answers of the counter", True)
+        work = Work("the counter's answer", DRAW_CYCLES, {})
+        given = replace(
+            tiles,
+            draw=lambda: answers.issue("ask", _nothing, work=work),
+            wait=lambda: answers.join(answers.issued),
+        )
     machine.spawn("load", load, schedule, LoadOps(machine, config), given, *ends)
     for group in range(count):
         verbs = MmaOps(machine, config, group, tiles, q_read)

@@ -34,6 +34,10 @@ class Tiles:
         """Return the worker's first tile."""
         return replace(self.schedule.first(), again=Int32(0))
 
+    def ask(self, tile):
+        """See ``TileSchedule.ask``."""
+        return tile
+
     def next(self, tile):
         """Return the tile after ``tile``."""
         if self.config.fixed_shift:
@@ -264,7 +268,7 @@ class TileSlots:
 class DenseSlots(TileSlots):
     """The ring of tiles of a dense call, (DENSE_WORDS, TILE_SLOTS) words. Its counter is zero again after the launch."""
 
-    draws: Int32 = None  # how often all workers together ask the counter
+    answers: Int32 = None  # how often all workers together ask the counter
     notes: cute.Tensor = None  # (NOTES,) int32 in shared memory; see ``handout.DenseViews``
 
     entry = DenseEntry
@@ -281,12 +285,17 @@ class DenseSlots(TileSlots):
         return self.read(number).index, self._marked_pass(number)
 
     @cute.jit
-    def draw(self, number):
+    def ask(self):
+        """Ask the counter; lane 0 gets its answer, and waits for it when it is used."""
+        answer = Int32(0)
+        if self.lane == 0:
+            answer = cute.arch.atomic_add(self.counter.iterator, Int32(1))
+        return answer
+
+    @cute.jit
+    def answered(self, number, answer):
         """Index of this worker's next tile; behind the last when none is left, which a worker may be told once."""
-        drawn = Int32(0)
-        if (self.lane == 0) & (number > 0):
-            drawn = cute.arch.atomic_add(self.counter.iterator, Int32(1))
-            if drawn == self.draws - 1:  # nobody asks again
-                self.counter[0] = Int32(0)
-        drawn = cute.arch.shuffle_sync(drawn, 0)
-        return cutlass.select_(number > 0, drawn + self.workers, self.worker)
+        if (self.lane == 0) & (number > 0) & (answer == self.answers - 1):  # nobody asks again
+            self.counter[0] = Int32(0)
+        answer = cute.arch.shuffle_sync(answer, 0)
+        return cutlass.select_(number > 0, answer + self.workers, self.worker)
