@@ -330,7 +330,9 @@ def choose_section(problem: AttentionProblem, config, grid: Grid, workers: int) 
     if tiles_are_equal(problem):
         used = multiprocessors_for(grid.total, workers, config.ctas)
         wave = ceil_div(workers_of(used, config.ctas), grid.m_blocks)
-        waves = min(ceil_div(MIN_SECTION, wave), SECTION_BYTES // (wave * _bytes_per_head(problem, grid)))
+        waves = min(
+            ceil_div(MIN_SECTION, wave), SECTION_BYTES // (wave * _bytes_per_head(problem, grid))
+        )
         return min(grid.head_count, wave * max(1, waves))
     workers = workers_of(workers, config.ctas)
     if grid.total <= workers:

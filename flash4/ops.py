@@ -151,14 +151,16 @@ def reset_counter(device):
 
     A graph that is captured gets new ones: it may be replayed on any stream.
     """
-    with torch.cuda.device(device):
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        if stream == THREADS_STREAM or torch.cuda.is_current_stream_capturing():
-            return torch.zeros(1, dtype=torch.int32, device=device)
-        key = (device.index, stream)
-        if key not in _reset_counters:
-            _reset_counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
-        return _reset_counters[key]
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return reset_counter(device)
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    if stream == THREADS_STREAM or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = (device.index, stream)
+    if key not in _reset_counters:
+        _reset_counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _reset_counters[key]
 
 
 def _numbers(names: tuple[str, ...], options: CallOptions, scale: float) -> tuple:

@@ -205,9 +205,7 @@ class TileSchedule:
         m_block = (index - section * self.section * grid.m_blocks) // heads
         if self.descends:
             m_block = grid.m_blocks - 1 - m_block
-        counts = [
-            self.blocks.count(m, self.seqlen_q, self.seqlen_k) for m in range(grid.m_blocks)
-        ]
+        counts = [self.blocks.count(m, self.seqlen_q, self.seqlen_k) for m in range(grid.m_blocks)]
         return np.array(counts)[m_block] + ends
 
     def imbalance(self) -> float:

@@ -11,12 +11,19 @@ import numpy as np
 
 from flash4.common.dsl import plain
 from flash4.common.graph import WARP, Ring
-from flash4.common.handout import NOTHING, DenseEntry, GivenDense, GivenTiles, ToldDense, ToldTiles, find
+from flash4.common.handout import (
+    NOTHING,
+    DenseEntry,
+    GivenDense,
+    GivenTiles,
+    ToldDense,
+    ToldTiles,
+    find,
+)
 from flash4.common.varlen import Entry
 from flash4.sim.barriers import Barrier
 from flash4.sim.machine import Machine
 from flash4.sim.memory import ADD, Region, Space
-
 
 
 class HostWarp:

@@ -390,7 +390,9 @@ def handout_mutants() -> Iterator[Mutant]:
 
 def plain_next(kind: type) -> type:
     """A class of tiles whose compiled methods run in plain Python."""
-    methods = {name: plain(getattr(kind, name)) for name in ("_next", "_ask") if hasattr(kind, name)}
+    methods = {
+        name: plain(getattr(kind, name)) for name in ("_next", "_ask") if hasattr(kind, name)
+    }
     return type(kind.__name__, (kind,), methods)
 
 

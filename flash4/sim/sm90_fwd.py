@@ -405,7 +405,9 @@ class MmaOps:
         call, place = self._call, self._call.tiles.place(tile)
         where = (place, tile.m_block)
         if where in self._unlanded:
-            self._machine.report(f"{self._name} stores a tile again whose first store may land last")
+            self._machine.report(
+                f"{self._name} stores a tile again whose first store may land last"
+            )
         self._unlanded.add(where)
         query, head, exists = call.places(tile, self._rows)
         unused = query >= call.tiles.lengths(tile)[0]

@@ -580,9 +580,9 @@ def test_calls_that_differ_are_never_taken_for_one_another():
             plan, launch = flash4.explain(q, kv, kv, **options), launches[-1]
             assert launch.config == plan.config
             assert (launch.section, launch.workers) == (
-                    plan.section,
-                    plan.multiprocessors_of(WORKERS),
-                )
+                plan.section,
+                plan.multiprocessors_of(WORKERS),
+            )
             assert launch.scale == (options.get("softcap") or abs(options["softmax_scale"]))
     assert len(launches) == 2 * len(calls)
 
