@@ -233,7 +233,8 @@ class DenseViews(TileViews):
 class GivenDense(DenseViews):
     """The tiles of ``load`` of a dense call.
 
-    Each worker asks the counter until it says that no tile is left, and not again: so the last answer is known to be.
+    Each worker asks the counter until it says that no tile is left, and not again: together they ask as often as there are
+    tiles. So the counter that wraps behind the last answer is zero for the next launch.
     """
 
     def first(self):

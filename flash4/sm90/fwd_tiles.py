@@ -5,8 +5,10 @@ from dataclasses import dataclass, fields, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
+from cutlass.cutlass_dsl import T
 
+from flash4.common.dsl import inline_ptx
 from flash4.common.geometry import imax
 from flash4.common.graph import WARP
 from flash4.common.handout import NOTHING, DenseEntry, find
@@ -264,6 +266,16 @@ class TileSlots:
         cute.arch.cp_async_bulk_wait_group(0)
 
 
+def count_up(counter, last):
+    """Atomic: add 1 to a counter in global memory, or set it to 0 if it is ``last``; return what it was.
+
+    Not an addition, as ptxas would collect those of a warp, and wait for the sum at once.
+    """
+    address = Int64(counter.iterator.toint())
+    text = "atom.global.inc.u32 $0, [$1], $2;"
+    return Int32(inline_ptx(T.i32(), "=r,l,r", text, address, Int32(last), side_effects=True))
+
+
 @dataclass(frozen=True)
 class DenseSlots(TileSlots):
     """The ring of tiles of a dense call, (DENSE_WORDS, TILE_SLOTS) words. Its counter is zero again after the launch."""
@@ -286,16 +298,13 @@ class DenseSlots(TileSlots):
 
     @cute.jit
     def ask(self):
-        """Ask the counter; lane 0 gets its answer, and waits for it when it is used."""
+        """Ask the counter; lane 0 gets its answer, and waits for it when it is used. The last answer leaves it at 0."""
         answer = Int32(0)
         if self.lane == 0:
-            answer = cute.arch.atomic_add(self.counter.iterator, Int32(1))
+            answer = count_up(self.counter, self.answers - 1)
         return answer
 
-    @cute.jit
     def answered(self, number, answer):
         """Index of this worker's next tile; behind the last when none is left, which a worker may be told once."""
-        if (self.lane == 0) & (number > 0) & (answer == self.answers - 1):  # nobody asks again
-            self.counter[0] = Int32(0)
         answer = cute.arch.shuffle_sync(answer, 0)
         return cutlass.select_(number > 0, answer + self.workers, self.worker)

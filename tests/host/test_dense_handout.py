@@ -14,17 +14,14 @@ class Counter:
     """One counter of several launches, as the kernel's slots use it."""
 
     def __init__(self):
-        self.value, self.resets = 0, 0
+        self.value, self.wraps = 0, 0
 
-    def add(self):
-        """Atomic: return the value before."""
-        self.value += 1
-        return self.value - 1
-
-    def reset(self):
-        """What the worker does that got the last answer."""
-        self.value = 0
-        self.resets += 1
+    def up(self, last):
+        """As ``fwd_tiles.count_up``."""
+        before = self.value
+        self.value = 0 if before >= last else before + 1
+        self.wraps += before >= last
+        return before
 
 
 class Slots:
@@ -45,14 +42,12 @@ class Slots:
 
     def ask(self):
         """As ``fwd_tiles.DenseSlots``."""
-        return self._counter.add()
+        return self._counter.up(self._answers - 1)
 
     def answered(self, number, answer):
         """As ``fwd_tiles.DenseSlots``."""
         if number == 0:
             return self._worker
-        if answer == self._answers - 1:
-            self._counter.reset()
         return answer + self._workers
 
     def post(self, number, entry: DenseEntry):
@@ -113,7 +108,7 @@ def test_every_tile_once_and_a_counter_at_zero(workers, heads, redoes):
     for seed in range(40):
         found, total = launch(counter, workers, heads, redoes, random.Random(seed))
         assert found == list(range(total))
-        assert counter.value == 0 and counter.resets == seed + 1
+        assert counter.value == 0 and counter.wraps == seed + 1
 
 
 def test_asking_once_too_often_is_seen():
