@@ -1,0 +1,85 @@
+"""Gradients of sequences of different lengths, simulated with the kernel's own roles and schedule: numbers, and what must
+not reach them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import flash4
+from flash4 import reference
+from flash4.interface import options_of
+from flash4.sim.sm90_bwd import simulate_backward
+from tests import strategies
+from tests.checks import assert_gradients_close
+from tests.gpu.gradients import is_built
+from tests.strategies import Problem
+
+BF16 = torch.bfloat16
+D64 = dict(head_dim=64, head_dim_v=64)
+PACKED = dict(lengths_q=(70, 0, 300, 1), lengths_k=(150, 40, 260, 0), around=(3, 140))
+PROBLEMS = {
+    "packed": Problem(**D64, **PACKED),
+    "packed, causal": Problem(**D64, **PACKED, causal=True, heads_kv=2),
+    "packed, one length": Problem(**D64, lengths_q=(200, 200), lengths_k=(200, 200), causal=True),
+    "packed, one key": Problem(**D64, lengths_q=(130,), lengths_k=(1,)),
+    "queries packed": Problem(**D64, lengths_q=(70, 0, 300), seqlen_k=140, batch=3),
+    "keys packed": Problem(**D64, lengths_k=(70, 0, 300), seqlen_q=90, batch=3, around=(5, 9)),
+    "in use": Problem(
+        **D64, seqlen_q=150, seqlen_k=270, batch=3, used_q=(150, 0, 66), used_k=(3, 270, 128)
+    ),
+    "keys in use": Problem(**D64, seqlen_q=90, seqlen_k=300, batch=3, used_k=(0, 1, 290)),
+    "queries in use": Problem(**D64, seqlen_q=200, seqlen_k=140, batch=2, used_q=(0, 130)),
+    "all": Problem(
+        **D64, **PACKED, used_q=(60, 0, 280, 0), used_k=(100, 40, 129, 0), ratio=2, causal=True
+    ),
+    "queries packed, keys in use": Problem(
+        **D64, lengths_q=(130, 7, 0), seqlen_k=140, batch=3, used_k=(0, 140, 3), causal=True
+    ),
+    "d128": Problem(head_dim=128, head_dim_v=128, dtype=BF16, **PACKED, causal=True),
+    "d96": Problem(head_dim=96, head_dim_v=96, dtype=BF16, **PACKED),
+    "d40 and 128": Problem(head_dim=40, head_dim_v=128, dtype=BF16, **PACKED, causal=True),
+    "window": Problem(**D64, **PACKED, window_size=(40, 9)),
+    "causal window": Problem(**D64, **PACKED, window_size=(100, 0), ratio=3),
+    "cap, sink and slopes": Problem(
+        **D64, **PACKED, softcap=3.0, sink=1.0, alibi="by batch and head", ratio=2
+    ),
+    "many": Problem(
+        **D64, lengths_q=tuple(i % 7 for i in range(70)), lengths_k=tuple(i % 5 for i in range(70))
+    ),
+}  # fmt: skip
+
+
+def arrays_of(problem, inputs, seed=0):
+    """What ``simulate_backward`` takes beside a config, with the results of a forward that is right, and dout."""
+    keywords = problem.keywords()
+    options = options_of(*inputs, **keywords)
+    if options.alibi_slopes is not None:
+        options = options._replace(alibi_slopes=options.alibi_slopes.numpy())
+    out, lse = reference.attention(*inputs, return_lse=True, **keywords)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(problem.dtype)
+    arrays = [x.float().numpy() for x in (*inputs, out.to(problem.dtype), lse, dout)]
+    return arrays, options, dout
+
+
+def run(problem, seed=0, workers=2, deterministic=False):
+    """Simulate a problem and check it."""
+    inputs, keywords = problem.tensors(seed=seed), problem.keywords()
+    config = flash4.explain(
+        *inputs, backward=True, deterministic=deterministic, arch="sm_90a", **keywords
+    ).config
+    assert config.varlen
+    arrays, options, dout = arrays_of(problem, inputs, seed)
+    results = simulate_backward(config, arrays, options, workers, seed)
+    gradients = [torch.from_numpy(x).to(problem.dtype) for x in results]
+    assert_gradients_close(gradients, inputs, dout, **keywords)
+    return results
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "turns"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_numbers(name, deterministic):
+    run(PROBLEMS[name], workers=3, deterministic=deterministic)
