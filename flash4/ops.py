@@ -530,7 +530,8 @@ def _save(ctx, inputs, output):
 
 
 def _gradients(ctx, dout, dlse):
-    saved, optional = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    tensors = ctx.saved_tensors  # once: checkpointing refuses to unpack them again
+    saved, optional = tensors[:5], tensors[5:]
     dout = torch.zeros_like(saved[3]) if dout is None else dout
     options = ctx.options._replace(**dict(zip(_SAVED_FIELDS, optional, strict=True)))
     fields = (getattr(options, name) for name in _BACKWARD_FIELDS)

@@ -17,7 +17,7 @@ MMA_WARPGROUPS = 2
 TILE_N = MMA_ROWS * MMA_WARPGROUPS  # keys of a tile: each warpgroup's rows of S^T
 MAX_HEAD_DIM = 128
 REGISTERS = (240, 24)  # per thread of ``mma``, and of the warpgroup of the others
-TURN_REGISTERS = (232, 40)  # where those work out whose turn it is, and ``mma`` can spare them
+TURN_REGISTERS = (232, 40)  # where those work out more, and ``mma`` can spare them
 STAGES = 2
 UNEVEN_SECTION_HEADS = 16  # whose tiles, longest first, balance well and still share L2
 
@@ -166,7 +166,8 @@ class BackwardConfig:
         load --[do x2 tma->warps]--> mma
         """
         turns = self.ordered and (self.left or self.tile_d < 128)
-        mma_registers, registers = TURN_REGISTERS if turns else REGISTERS
+        places = self.varlen and self.splits_queries
+        mma_registers, registers = TURN_REGISTERS if turns or places else REGISTERS
         load = Role("load", range(0, 1), 1, registers)
         reduce = Role("reduce", range(0, 1), MMA_WARPGROUPS, registers, first_warp=1)
         mma = Role("mma", range(1, 1 + MMA_WARPGROUPS), 4 * MMA_WARPGROUPS, mma_registers)
