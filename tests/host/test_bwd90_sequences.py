@@ -2,6 +2,7 @@
 not reach them."""
 
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,8 +12,12 @@ from hypothesis import strategies as st
 
 import flash4
 from flash4 import reference
+from flash4.common.kv_sequences import SequenceSchedule, Side
+from flash4.common.kv_tiles import KvSteps
 from flash4.interface import options_of
+from flash4.sim.machine import Hazard
 from flash4.sim.sm90_bwd import simulate_backward
+from flash4.sm90.bwd_config import TILE_N
 from tests import strategies
 from tests.checks import assert_gradients_close
 from tests.gpu.gradients import is_built
@@ -83,3 +88,101 @@ def run(problem, seed=0, workers=2, deterministic=False):
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_numbers(name, deterministic):
     run(PROBLEMS[name], workers=3, deterministic=deterministic)
+
+
+SEQUENCE_PROBLEMS = strategies.problems(max_seqlen=300, max_scores=2**16).filter(
+    lambda p: p.varlen and is_built(p) and all(x.numel() for x in p.shapes)
+)
+
+
+@settings(max_examples=40)
+@given(SEQUENCE_PROBLEMS, st.integers(0, 2**16), st.booleans())
+def test_random_sequences(problem, seed, deterministic):
+    """Random lengths with any features, and CTAs that share the tiles anyhow."""
+    assume(problem.scores)
+    run(problem, seed, 1 + seed % 4, deterministic)
+
+
+@pytest.mark.parametrize("name", ["all", "packed, causal", "causal window", "in use"])
+def test_turns_give_the_same_bits_of_dq(name):
+    """Whatever the order of CTAs, and whichever tiles add nothing."""
+    results = [run(PROBLEMS[name], 0, workers, True) for workers in (1, 3, 8)]
+    for gradients in results[1:]:
+        assert all((a == b).all() for a, b in zip(gradients, results[0], strict=True))
+
+
+def test_gradients_of_out_outside_the_sequences_do_not_matter():
+    """Those of rows that are of no sequence, or not in use, may hold anything; so may out there."""
+    problem = PROBLEMS["all"]
+    inputs, keywords = problem.tensors(), problem.keywords()
+    config = flash4.explain(*inputs, backward=True, arch="sm_90a", **keywords).config
+    arrays, options, _ = arrays_of(problem, inputs)
+    outside = problem._outside(problem.lengths_q, problem.used_q, problem.seqlen_q).numpy()
+    assert outside.any()
+    expected = simulate_backward(config, arrays, options)
+    for x in (arrays[3], arrays[5]):
+        x[outside] = np.nan
+    found = simulate_backward(config, arrays, options)
+    assert all((a == b).all() for a, b in zip(found, expected, strict=True))
+
+
+# What the rules of sequences are there for: each broken by itself must show.
+
+
+def shared_slots(self, index):
+    """Sequences begin in the slot that the one before ends in."""
+    return self._begin(index) // self.tile if self.cu is not None else index * 5
+
+
+def all_in_use(self, index, at=Side.at):
+    """All stored rows are taken for rows in use."""
+    rows = at(self, index)
+    return replace(rows, used=rows.stored)
+
+
+def stored_beyond(self, tile, where=SequenceSchedule.where):
+    """Stores do not end with the sequence."""
+    place = where(self, tile)
+    return replace(place, stored_k=place.stored_k + TILE_N)
+
+
+def not_around(self, index, at=Side.at):
+    """Rows around the sequences are nobody's."""
+    rows = at(self, index)
+    return replace(rows, stored=0) if index in (0, self.count - 1) else rows
+
+
+def steps_behind(self, valid, index, within, at=SequenceSchedule.at):
+    """A tile that nobody sees visits the blocks of its place."""
+    tile = at(self, valid, index, within)
+    return tile if tile.seen else replace(tile, first_block=tile.n_block + 9)
+
+
+BROKEN = {
+    shared_slots: (Side, "slot", "packed", False),
+    all_in_use: (Side, "at", "in use", False),
+    stored_beyond: (SequenceSchedule, "where", "packed", False),
+    not_around: (Side, "at", "packed", False),
+    steps_behind: (SequenceSchedule, "at", "all", False),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda f: f.__doc__)
+def test_broken_rules_show(broken):
+    owner, method, name, deterministic = BROKEN[broken]
+    with mock.patch.object(owner, method, broken):
+        with pytest.raises((AssertionError, Hazard, ValueError, IndexError)):
+            run(PROBLEMS[name], deterministic=deterministic)
+
+
+def rank_of_all(self, tile, i):
+    """Tiles that nobody sees have turns, too."""
+    return self.blocks.rank(tile.n_block, self.place(tile, i)[0], *self.lengths(tile))
+
+
+def test_turns_of_tiles_that_nobody_sees_would_wait_for_ever():
+    problem = Problem(**D64, seqlen_q=200, seqlen_k=400, batch=1, used_k=(200,), causal=True)
+    run(problem, deterministic=True)
+    with mock.patch.object(KvSteps, "rank", rank_of_all):
+        with pytest.raises(Hazard, match="waits for.*turns"):
+            run(problem, deterministic=True)
