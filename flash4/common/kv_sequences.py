@@ -268,4 +268,3 @@ def find_tile(schedule, warp, number):
     lane = warp.which((begins <= number) & (number < begins + sizes))
     within = number - warp.value_of(begins, lane)
     return schedule.at(lane < WARP, chunk + lane, within)
-

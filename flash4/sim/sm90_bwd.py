@@ -15,6 +15,7 @@ from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.numerics import LOG2E
 from flash4.problem import CallOptions
 from flash4.sim.barriers import NamedBarrier, Semaphore
+from flash4.sim.bulk import Accumulator, BulkGroups
 from flash4.sim.bwd_sequences import (
     sides_of,
     slots_and_entries,
@@ -22,7 +23,6 @@ from flash4.sim.bwd_sequences import (
     to_rows,
     to_slots,
 )
-from flash4.sim.bulk import Accumulator, BulkGroups
 from flash4.sim.limits import check_graph
 from flash4.sim.machine import Machine
 from flash4.sim.memory import Fragment, Region, Space

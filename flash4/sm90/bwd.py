@@ -90,7 +90,9 @@ class RunTime:
     seqlen_k: Int32
     queries: object  # kv_sequences.Side; None where all sequences are as long as their tensors, as the next
     keys: object
-    entry_rows: dict  # rows from one batch entry to the next by name, of what is ragged but not packed
+    entry_rows: (
+        dict  # rows from one batch entry to the next by name, of what is ragged but not packed
+    )
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,9 @@ class LoadOps:
     k: Operand
     v: Operand
     do: Operand
-    entry_rows: dict  # rows from one batch entry of a ragged view that is not packed to the next, by name
+    entry_rows: (
+        dict  # rows from one batch entry of a ragged view that is not packed to the next, by name
+    )
     mLSE: cute.Tensor  # (B, H, padded S), log2 units; +inf where P must vanish
     mD: cute.Tensor  # (B, H, padded S)
     sQ: cute.Tensor  # (tile_m, tile_d, stages)
@@ -411,9 +413,7 @@ class MmaOps:
         return Place(
             begins=tuple(tiles.blocks.query_begin(key, *lengths) - first_query for key in keys),
             ends=tuple(tiles.blocks.query_end(key, *lengths) - first_query for key in keys),
-            distances=tuple(
-                Float32(first_query + lengths[1] - lengths[0] - key) for key in keys
-            ),
+            distances=tuple(Float32(first_query + lengths[1] - lengths[0] - key) for key in keys),
             slope_log2=slope_log2,
         )
 

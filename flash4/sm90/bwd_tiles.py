@@ -5,7 +5,6 @@ One warp finds it while others set up barriers, and leaves it in shared memory, 
 
 from dataclasses import dataclass, fields, replace
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 

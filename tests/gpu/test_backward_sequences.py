@@ -165,7 +165,11 @@ def test_new_lengths_do_not_compile():
     base = Problem(**D128, lengths_q=(70, 0, 300), lengths_k=(150, 40, 260), causal=True)
     GradientCase(base).check()
     before = CACHE.compiles
-    for lengths_q, lengths_k in (((1,), (1,)), ((0, 900, 3, 3), (70, 70, 0, 700)), ((5,) * 40,) * 2):
+    for lengths_q, lengths_k in (
+        ((1,), (1,)),
+        ((0, 900, 3, 3), (70, 70, 0, 700)),
+        ((5,) * 40,) * 2,
+    ):
         GradientCase(replace(base, lengths_q=lengths_q, lengths_k=lengths_k)).check()
     assert CACHE.compiles == before
 
@@ -189,7 +193,11 @@ def test_cuda_graphs_with_other_lengths():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
-    for begins in ([0, 5, 5, 100, 2000, 2001, 3000, 3500, total], [0, total, *[total] * 7], [9] * 9):
+    for begins in (
+        [0, 5, 5, 100, 2000, 2001, 3000, 3500, total],
+        [0, total, *[total] * 7],
+        [9] * 9,
+    ):
         cu.copy_(torch.tensor(begins, dtype=torch.int32))
         for gradient in captured:
             gradient.fill_(torch.nan)

@@ -63,7 +63,9 @@ def test_inputs_lie_anyhow(name, layouts):
     check(GradientCase(replace(PROBLEMS[name], layouts=layouts)))
 
 
-@pytest.mark.parametrize("name", ["packed", "all", "in use", "queries packed", "keys packed", "many"])
+@pytest.mark.parametrize(
+    "name", ["packed", "all", "in use", "queries packed", "keys packed", "many"]
+)
 def test_gradients_of_sinks(name):
     """They are summed over rows of sequences alone; rows without keys have them as log-sum-exp."""
     check(GradientCase(replace(PROBLEMS[name], sink=0.5, heads_kv=3), dlse=True))

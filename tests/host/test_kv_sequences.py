@@ -72,7 +72,9 @@ def test_slots(s):
         assert starts[0] == 0 and starts[-1] <= side.slots
         rows = {}
         for entry in range(s.batch if side.cu is None else 1):
-            for slot in range(side.slots if side.cu is not None else ceil_div(side.rows, side.tile)):
+            for slot in range(
+                side.slots if side.cu is not None else ceil_div(side.rows, side.tile)
+            ):
                 block = row_block(side, HostWarp(), slot, entry)
                 for i in range(min(side.tile, block.stored)):
                     assert rows.setdefault((block.entry, block.begin + i), i < block.used) == (
