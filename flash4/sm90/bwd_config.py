@@ -249,10 +249,11 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
     1.25 tile_m more, and a cap some to compute with.
     """
     tile = {"tile_m": 64}
+    windows_of_sequences = problem.varlen and problem.window_left
     if problem.softcap:
         if tile_d == tile_dv == 128:
             tile = {"tile_m": 48, "swap_dq": True}
-    elif tile_d == tile_dv == 64 and not problem.deterministic:
+    elif tile_d == tile_dv == 64 and not problem.deterministic and not windows_of_sequences:
         tile = {"tile_m": 128}
     elif tile_d == 128 and not (tile_dv == 128 and problem.deterministic and problem.window_left):
         tile = {"tile_m": 80, "swap_dq": True}
