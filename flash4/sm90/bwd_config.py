@@ -222,6 +222,9 @@ def choose_config(problem) -> tuple[BackwardConfig, tuple[str, ...]]:
         tile_d = (
             128  # a tanh leaves registers for steps of 48 queries only, which need dQ to be swapped
         )
+    turns = problem.window_left and problem.deterministic
+    if problem.softcap and problem.varlen and turns and (tile_d, tile_dv) == (128, 96):
+        tile_dv = 128  # 64 queries would spill
     tile, why = choose_tile(tile_d, tile_dv, problem)
     config = BackwardConfig(
         bf16=problem.dtype == torch.bfloat16,

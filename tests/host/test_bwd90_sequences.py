@@ -47,6 +47,10 @@ PROBLEMS = {
     "d128": Problem(head_dim=128, head_dim_v=128, dtype=BF16, **PACKED, causal=True),
     "d96": Problem(head_dim=96, head_dim_v=96, dtype=BF16, **PACKED),
     "d40 and 128": Problem(head_dim=40, head_dim_v=128, dtype=BF16, **PACKED, causal=True),
+    "d128 and 96, all features": Problem(
+        head_dim=128, head_dim_v=96, dtype=BF16, **PACKED, softcap=3.0, alibi="by head", ratio=2,
+        window_size=(40, 9),
+    ),
     "window": Problem(**D64, **PACKED, window_size=(40, 9)),
     "causal window": Problem(**D64, **PACKED, window_size=(100, 0), ratio=3),
     "cap, sink and slopes": Problem(
