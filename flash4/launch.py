@@ -16,8 +16,9 @@ from flash4 import ops
 from flash4.problem import LENGTHS, CallOptions
 
 SCRATCH = 1 << 18  # floats; for the log-sum-exp of calls that drop it
-OPTIONAL = ("sink", "alibi_slopes", *LENGTHS, ops.NEXT_TILE)
-COUNTER = len(OPTIONAL) - 1
+OPTIONAL = ("sink", "alibi_slopes", *LENGTHS, ops.NEXT_TILE, ops.RESET_COUNTER)
+GIVEN = len(OPTIONAL) - 2  # by the caller; behind them counters
+_NEXT_TILE, _RESET_COUNTER = GIVEN, GIVEN + 1
 _TENSORS = slice(CallOptions._fields.index(OPTIONAL[0]), CallOptions._fields.index("score_mod"))
 _PLAIN = (bool, int, float, type(None))
 _ADDRESS_BITS = ops.ALIGNMENT - 1
@@ -100,8 +101,10 @@ class Prepared:
             q = q.unsqueeze(0)
         if packed_k:
             k, v = k.unsqueeze(0), v.unsqueeze(0)
-        if COUNTER in self.order:  # of this call alone: others may run at the same time
+        if _NEXT_TILE in self.order:  # of this call alone: others may run at the same time
             optional = (*optional, lse.new_zeros(1, dtype=torch.int32))
+        elif _RESET_COUNTER in self.order:
+            optional = (*optional, None, ops.reset_counter(q.device))
         tensors = (q, k, v, out, lse, *[optional[i] for i in self.order])
         self.function(tensors, self.numbers, self.section, self.workers)
         return (out.squeeze(0), lse.squeeze(0)) if packed_q else (out, lse)
@@ -200,7 +203,7 @@ def _prepare(q, k, v, options: CallOptions) -> Prepared | None:
         return None
     if options.softmax_scale == 0 or options.aux_tensors is not None:
         return None
-    if any(_is_converted(i, options, q) for i in range(COUNTER) if tensors[i] is not None):
+    if any(_is_converted(i, options, q) for i in range(GIVEN) if tensors[i] is not None):
         return None
     launch = ops._launch_for(q, k, v, options)
     if launch is None or not {*launch.tensors} <= {*OPTIONAL}:
@@ -218,7 +221,7 @@ def _prepare(q, k, v, options: CallOptions) -> Prepared | None:
     differentiable = not varlen and ops._obstacle(q, k, v, options) is None
     return Prepared(
         function=launch.function,
-        options=options._replace(**dict.fromkeys(OPTIONAL[:COUNTER])),
+        options=options._replace(**dict.fromkeys(OPTIONAL[:GIVEN])),
         numbers=ops._numbers(launch.numbers, options, abs(options.softmax_scale)),
         section=launch.section,
         workers=launch.workers,
@@ -266,6 +269,7 @@ class PreparedBackward:
         strides: of q, k, v, out, lse and the gradient of out, where nothing has to be copied.
         gradients: outputs.
         workspace: two statistics of each query, sums of dQ, and turns if blocks are added in order.
+        optional: names of what the main kernel takes beyond that, in its order.
     """
 
     device: int | None
@@ -277,6 +281,7 @@ class PreparedBackward:
     strides: tuple
     gradients: tuple[Shape, ...]
     workspace: tuple[Shape, ...]
+    optional: tuple[str, ...]
 
     @classmethod
     def of(cls, q, k, v, out, lse, slopes, options: CallOptions):
@@ -285,6 +290,8 @@ class PreparedBackward:
         launch = ops._backward_launch_for(q, k, v, options, False)
         gradients = ops.empty_gradients(q, k, v)
         if launch is None or any(ops.addressable_out(x) is not x for x in gradients):
+            return False
+        if not {*launch.config.optional_tensors} <= {"alibi_slopes", ops.TURNS}:
             return False
         config, rows = launch.config, (q.shape[0], q.shape[2], launch.query_blocks)
         shapes = [(*rows[:2], rows[2] * config.tile_m)] * 2
@@ -303,6 +310,7 @@ class PreparedBackward:
             strides=tuple(x.stride() for x in (q, k, v, out, lse, out)),
             gradients=tuple(map(Shape.of, gradients)),
             workspace=tuple(workspace),
+            optional=tuple(config.optional_tensors),
         )
 
     def run(self, dout, saved):
@@ -331,9 +339,9 @@ class PreparedBackward:
         lse2, delta, sums, *turns = (empty(x.shape, x.strides, x.dtype) for x in self.workspace)
         prepare, main, finish = self.kernels
         prepare((out, dout, lse, lse2, delta, sums, *turns))
-        optional = turns if slopes is None else (slopes, *turns)
+        optional = [turns[0] if name == ops.TURNS else slopes for name in self.optional]
         main((q, k, v, dout, lse2, delta, sums, dk, dv, *optional), self.numbers, self.section)
-        finish(sums, dq, self.scale)
+        finish((sums, dq), self.scale)
         return dq, dk, dv
 
 
