@@ -321,6 +321,11 @@ def test_another_current_device_takes_the_long_way():
     assert checks.call_count == 2
 
 
+def fake_on(index):
+    """More tiles than either GPU has multiprocessors."""
+    return torch.empty(8, 4096, 32, 64, dtype=BF16, device=f"cuda:{index}")
+
+
 def test_devices_of_two_architectures_get_their_own_kernels():
     """Looked up for the tensor's device, whatever the current one is."""
     asked = []
@@ -337,7 +342,7 @@ def test_devices_of_two_architectures_get_their_own_kernels():
         mock.patch.object(ops.CACHE, "get", get),
         mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),
     ):
-        tensors = [torch.empty(2, 64, 4, 64, dtype=BF16, device=f"cuda:{i}") for i in (0, 1, 0, 1)]
+        tensors = [fake_on(i) for i in (0, 1, 0, 1)]
         options = interface.options_of(*[tensors[0]] * 3)
         found = [ops._launch_for(x, x, x, options) for x in tensors]
     assert [arch for _, arch in asked] == ["sm_90a", "sm_100a"]
