@@ -186,47 +186,42 @@ def _names_mods(key) -> bool:
 
 
 def _touch(call: dict, device, backward: bool) -> bool:
-    """Run a small call with the same kernels, so that the driver has loaded them; whether there is one."""
-    for rows in (TOUCHED_ROWS, None):
-        small = _small_call(call, device, rows)
-        if small is None:
-            return False
-        own = ops.device_facts(device.index)[0]
-        if _kernels(small, own, backward, False) == _kernels(call, own, backward, False):
+    """Run a call with the same kernels, as small as may be, so that the driver has loaded them; whether there is one."""
+    if call.get("aux_tensors"):  # what a mod reads there is not known
+        return False
+    own = ops.device_facts(device.index)[0]
+    needed = _kernels(call, own, backward, False)
+    for rows, batch in ((TOUCHED_ROWS, 1), (None, 1), (None, None)):
+        small = _small_call(call, device, rows, batch)
+        if _kernels(small, own, backward, False) == needed:
             _run(small, device, backward)
             return True
     return False
 
 
-def _small_call(call: dict, device, rows: int | None) -> dict | None:
-    """A call on zeros of one batch entry and so many rows, None for as many as given; None if mods might read more."""
-    if call.get("aux_tensors"):
-        return None
-    small = dict(call)
-    packed = {"q": call.get("cu_seqlens_q"), "k": call.get("cu_seqlens_k")}
-    packed["v"] = packed["k"]
-    length = {}
+def _small_call(call: dict, device, rows: int | None, batch: int | None) -> dict:
+    """A call on zeros of so many rows and batch entries; None is as many as given."""
+    small, length = dict(call), {}
+    of_q = call.get("cu_seqlens_q")
+    given = call["q"].shape[0] if of_q is None else of_q.shape[0] - 1
+    batch = given if batch is None else batch
     for name in _OPERANDS:
         x = call[name]
-        batch = x.shape[0] if x.ndim == 4 else max(1, packed[name].shape[0] - 1)
-        length[name] = x.shape[1] if x.ndim == 4 else -(-x.shape[0] // batch)
-        length[name] = length[name] if rows is None else min(rows, length[name])
-        sizes = (length[name], *x.shape[-2:])
-        small[name] = torch.zeros(
-            sizes if x.ndim == 3 else (1, *sizes), dtype=x.dtype, device=device
-        )
+        packed = x.ndim == 3
+        n = -(-x.shape[0] // max(given, 1)) if packed else x.shape[1]
+        n = length[name] = n if rows is None else min(rows, n)
+        shape = (batch * n, *x.shape[1:]) if packed else (batch, n, *x.shape[2:])
+        small[name] = torch.zeros(shape, dtype=x.dtype, device=device)
     for name in LENGTHS:
         if call.get(name) is not None:
             n = length[name[-1]]
-            small[name] = torch.tensor(
-                [0, n] if name[0] == "c" else [n], dtype=torch.int32, device=device
-            )
+            count = torch.arange(batch + 1) if name.startswith("cu") else torch.ones(batch)
+            small[name] = (n * count).to(device, torch.int32)
     for name in ("learnable_sink", "alibi_slopes"):
         x = call.get(name)
         if x is not None:
-            small[name] = torch.zeros(
-                (1, *x.shape[-1:]) if x.ndim == 2 else x.shape, dtype=x.dtype, device=device
-            )
+            shape = (batch, x.shape[1]) if x.ndim == 2 else x.shape
+            small[name] = torch.zeros(shape, dtype=x.dtype, device=device)
     return small
 
 

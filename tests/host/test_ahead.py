@@ -213,6 +213,18 @@ def test_calls_are_run_once_on_a_gpu(folder):
             given = {name: x[0] for name in "qkv"} | {"learnable_sink": sink}
             given |= {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths, "max_seqlen_q": 400}
             assert flash4.precompile([given]).loaded == 1
+            sizes = []
+
+            def kernels(call, *rest):
+                sizes.append(tuple(call["q"].shape[:2]))
+                return [sizes[-1]]
+
+            with (
+                mock.patch.object(ahead, "_kernels", kernels),
+                mock.patch.object(ahead, "_compile", lambda *keys: ([], 0)),
+            ):
+                assert flash4.precompile([{"q": x, "k": x, "v": x}]).loaded == 1
+            assert sizes == [(3, 700), (3, 700), (1, 256), (1, 700), (3, 700)], "as small as may be"
 
 
 def test_a_real_farm_with_the_real_compiler(folder):

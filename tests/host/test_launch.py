@@ -347,7 +347,7 @@ def test_devices_of_two_architectures_get_their_own_kernels():
         found = [ops._launch_for(x, x, x, options) for x in tensors]
     assert [arch for _, arch in asked] == ["sm_90a", "sm_100a"]
     assert found[0] is found[2] and found[1] is found[3]
-    assert [x.workers for x in found[:2]] == [132, 148]
+    assert found[0].workers <= 132 < found[1].workers <= 148
     assert [x.function[1] for x in found[:2]] == ["sm_90a", "sm_100a"]
 
 
