@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass.cutlass_dsl import T
 
 from flash4.common.dsl import inline_ptx
@@ -37,6 +37,11 @@ def undefined():
 def opaque(x):
     """Return x through a move that the compiler cannot see through, so that it keeps it instead of recomputing it."""
     return Int32(inline_ptx(T.i32(), "=r,r", "mov.b32 $0, $1;", Int32(x), side_effects=True))
+
+
+def kept(x):
+    """Return an Int64 through a move that the compiler cannot see through, but may take out of a loop."""
+    return Int64(inline_ptx(T.i64(), "=l,l", "mov.b64 $0, $1;", Int64(x)))
 
 
 def max3_int(a, b, c):

@@ -50,6 +50,7 @@ from flash4.sm90.fwd_config import (
     TILE_WORDS,
     ForwardConfig,
 )
+from flash4.sm90.fwd_ends import RingOperand, open_consumers
 from flash4.sm90.fwd_ops import LoadOps, MmaOps, Operand, Turn, element, make_row_state, meet
 from flash4.sm90.fwd_roles import ForwardRoles
 from flash4.sm90.fwd_tiles import Tiles, TileSlots
@@ -328,9 +329,13 @@ class ForwardSm90:
                 marks[thread] = cutlass.select_(thread < OUTGROWN, Int32(0), Int32(-1))
         # Opaque: ptxas would read the lane id anew for every release in the loop.
         lane = opaque(thread)
-        q_producer, q_consumer = self._open_ring(smem, "q", lane)
-        k_producer, k_consumer = self._open_ring(smem, "k", lane)
-        v_producer, v_consumer = self._open_ring(smem, "v", lane)
+        q_producer, q_consumer = self._open_ring(
+            smem.allocate_array(cutlass.Int64, 2 * c.q_stages), "q", lane
+        )
+        barriers = smem.allocate_array(cutlass.Int64, 4 * c.stages)
+        k_producer, _ = self._open_ring(barriers, "k", lane)
+        v_producer, _ = self._open_ring(barriers + 2 * c.stages, "v", lane)
+        k_consumer, v_consumer = open_consumers(barriers, c.stages, c.cluster, lane)
         slots = None
         if cutlass.const_expr(c.varlen):
             slots = self._open_tiles(smem, pointers, run_time.next_tile, (worker, workers, lane))
@@ -358,9 +363,9 @@ class ForwardSm90:
             cute.arch.setmaxregister_increase(mma.registers)
             mine = group - mma.warpgroups.start
             smem_tensors = (sQ, sK, sV, sO[None, None, mine])
-            place = (thread % WARPGROUP, mine, rank)
+            place = (thread % WARPGROUP, mine, rank, k_consumer.barriers)
             ops = self._mma_ops(mmas, smem_tensors, operands[3], run_time, mma_tiles, place)
-            turn = Turn(mine, c.mma_warpgroups, c.turns and c.mma_warpgroups > 1)
+            turn = Turn.of(mine, c.mma_warpgroups, c.turns)
             self.roles.mma(ops, mma_tiles, q_consumer, k_consumer, v_consumer, turn)
             meet(c.cluster)
 
@@ -380,11 +385,11 @@ class ForwardSm90:
             tensors.append(cute.make_tensor(pointer, layout.outer))
         return tensors
 
-    def _open_ring(self, smem, name, lane):
-        """Barriers and the producer and consumer ends of the graph's ring ``name``."""
+    def _open_ring(self, barriers, name, lane):
+        """The producer and consumer ends of the graph's ring ``name``, and its barriers at a pointer."""
         ring = self.graph.ring(name)
         ring_ends = pipeline.PipelineTmaAsync.create(
-            barrier_storage=smem.allocate_array(cutlass.Int64, 2 * ring.stages),
+            barrier_storage=barriers,
             num_stages=ring.stages,
             producer_group=pipeline.CooperativeGroup(
                 pipeline.Agent.Thread, ring.producer.active_warps
@@ -431,7 +436,7 @@ class ForwardSm90:
         c = self.config
         mma_qk, mma_pv = mmas
         sQ, sK, sV, sO = smem_tensors
-        thread, warpgroup_index, rank = place
+        thread, warpgroup_index, rank, barriers = place
         scale = -run_time.scale if c.negate else run_time.scale
         scale_log2 = run_time.scale
         if c.changes_scores:
@@ -443,8 +448,8 @@ class ForwardSm90:
             mma_qk=mma_qk,
             mma_pv=mma_pv,
             tSrQ=mma_qk.make_fragment_A(thr_qk.partition_A(sQ)),
-            tSrK=mma_qk.make_fragment_B(thr_qk.partition_B(sK)),
-            tOrV=mma_pv.make_fragment_B(thr_pv.partition_B(sV)),
+            tSrK=RingOperand.of(mma_qk.make_fragment_B(thr_qk.partition_B(sK)), barriers),
+            tOrV=RingOperand.of(mma_pv.make_fragment_B(thr_pv.partition_B(sV)), barriers),
             tOrO=cute.make_rmem_tensor(((2, 2, c.tile_dv // 8), 1, 1), Float32),
             tOrP=cute.make_rmem_tensor(((2, 2, 2), 1, c.tile_n // 16), element(c)),
             state=make_row_state(),

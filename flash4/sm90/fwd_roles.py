@@ -46,7 +46,7 @@ class ForwardRoles:
             for _ in range(unseen):
                 k_slot = k_consumer.wait_and_advance()
                 k_slot.release()
-                v_slot = v_consumer.wait_and_advance()
+                v_slot = v_consumer.wait_beside(k_slot)
                 v_slot.release()
             k_slot = k_consumer.wait_and_advance()
             s_first = ops.qk(q_slot, k_slot)  # S = Q K^T, last block
@@ -56,10 +56,11 @@ class ForwardRoles:
             ops.convert_p(s_first)
             for phase in ops.phases(tile):  # masked blocks, then the others: unrolled
                 for i in range(phase.begin, phase.end):
+                    before = k_slot
                     k_slot = k_consumer.wait_and_advance()
                     turn.wait()
                     s = ops.qk(q_slot, k_slot)  # S(i) = Q K^T, counted down
-                    v_slot = v_consumer.wait_and_advance()
+                    v_slot = v_consumer.wait_beside(before)
                     ops.pv(v_slot)  # O += P(i+1) V
                     turn.pass_on()
                     ops.wait_mma(1)  # S(i) is there, O still in flight
@@ -71,7 +72,7 @@ class ForwardRoles:
                     ops.rescale_o(phase)
             if not ops.o_borrows_q:
                 q_slot.release()
-            v_slot = v_consumer.wait_and_advance()
+            v_slot = v_consumer.wait_beside(k_slot)
             ops.pv(v_slot)
             ops.wait_mma(0)
             v_slot.release()
@@ -80,7 +81,7 @@ class ForwardRoles:
             ):  # before every key that this warpgroup's rows see
                 k_slot = k_consumer.wait_and_advance()
                 k_slot.release()
-                v_slot = v_consumer.wait_and_advance()
+                v_slot = v_consumer.wait_beside(k_slot)
                 v_slot.release()
             ops.store(tile)  # O / l, LSE
             if ops.o_borrows_q:
