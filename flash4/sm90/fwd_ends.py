@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 from cutlass.cutlass_dsl import T
 
 from flash4.common import numerics
@@ -54,6 +54,25 @@ class Barriers:
         return self.stages * BARRIER_BYTES
 
 
+def is_complete(address, phase):
+    """1 if the barrier's phase is complete, else 0; does not wait."""
+    text = (
+        "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [$1], $2; selp.b32 $0, 1, 0, p; }"
+    )
+    return Int32(
+        inline_ptx(T.i32(), "=r,r,r,~{memory}", text, address, phase, side_effects=True)
+    )
+
+
+def wait_unless(known, address, phase):
+    """Wait until the barrier's phase is complete, unless that is known already."""
+    text = (
+        "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p bra.uni DONE; "
+        "WAIT: mbarrier.try_wait.parity.shared.b64 p, [$1], $2, 10000000; @p bra.uni DONE; bra.uni WAIT; DONE: }"
+    )
+    inline_ptx(None, "r,r,r,~{memory}", text, known, address, phase, side_effects=True)
+
+
 class Slot:
     """A full slot of K or of V."""
 
@@ -74,47 +93,85 @@ class Slot:
 
 
 class KConsumer:
-    """Consumer's end of the ring of K: the slot that was taken last, at first the one before the first."""
+    """Consumer's end of the ring of K: the slot that comes next, and whether it is known to be full."""
 
-    def __init__(self, barriers: Barriers, at=None, phase=None):
+    def __init__(self, barriers: Barriers, at=None, phase=None, known=None):
         self.barriers = barriers
-        self.at = barriers.last if at is None else at
-        self.phase = Int32(Int32(1).ir_value()) if phase is None else phase
+        self.at = barriers.first if at is None else at
+        self.phase = value(0) if phase is None else phase
+        self.known = unknown() if known is None else known
 
     def wait_and_advance(self):
         """Wait until the next slot is full."""
         check_carried(self.phase.ir_value(), "the number of a slot of K")
-        barriers = self.barriers
+        barriers, slot = self.barriers, Slot(self.barriers, self.at, self.phase, 0)
+        wait_unless(self.known, self.at, self.phase)
         wraps = self.at == barriers.last
         self.at = cutlass.select_(wraps, barriers.first, self.at + BARRIER_BYTES)
-        self.phase = self.phase ^ Int32(wraps)
-        cute.arch.mbarrier_wait(barrier_at(self.at), self.phase)
-        return Slot(barriers, self.at, self.phase, 0)
+        self.phase, self.known = self.phase ^ Int32(wraps), unknown()
+        return slot
+
+    def look_ahead(self):
+        """Look whether the next slot is full already: then the wait for it takes no time."""
+        self.known = is_complete(self.at, self.phase)
 
     def __extract_mlir_values__(self):
-        return [self.at.ir_value(), self.phase.ir_value()]
+        return [x.ir_value() for x in (self.at, self.phase, self.known)]
 
     def __new_from_mlir_values__(self, values):
-        return KConsumer(self.barriers, Int32(values[0]), Int32(values[1]))
+        at, phase, known = values
+        return KConsumer(self.barriers, Int32(at), Int32(phase), Boolean(known))
 
 
 class VConsumer:
-    """Consumer's end of the ring of V."""
+    """Consumer's end of the ring of V: whether the slot that was looked at last is known to be full."""
 
-    def __init__(self, barriers: Barriers):
+    def __init__(self, barriers: Barriers, known=None):
         self.barriers = barriers
+        self.known = unknown() if known is None else known
 
     def wait_beside(self, k_slot):
         """Wait until the V of the block whose K is, or was, in a slot is there."""
-        barriers = self.barriers
-        cute.arch.mbarrier_wait(barrier_at(k_slot.at + 2 * barriers.bytes_each), k_slot.phase)
-        return Slot(barriers, k_slot.at, k_slot.phase, 1)
+        check_carried(self.known.ir_value(), "whether a slot of V is full")
+        wait_unless(self.known, k_slot.at + 2 * self.barriers.bytes_each, k_slot.phase)
+        self.known = unknown()
+        return Slot(self.barriers, k_slot.at, k_slot.phase, 1)
+
+    def look_ahead(self, k_slot):
+        """Look whether V is there already; the next that is waited for must be that one."""
+        self.known = is_complete(k_slot.at + 2 * self.barriers.bytes_each, k_slot.phase)
 
     def __extract_mlir_values__(self):
-        return []
+        return [self.known.ir_value()]
 
     def __new_from_mlir_values__(self, values):
-        return self
+        return VConsumer(self.barriers, Boolean(values[0]))
+
+
+def value(number):
+    """An Int32 that is an SSA value from the start, so that ``check_carried`` sees where it was made."""
+    return Int32(Int32(number).ir_value())
+
+
+def unknown():
+    """False, as an SSA value."""
+    return Boolean(Boolean(False).ir_value())
+
+
+def is_complete(address, phase):
+    """Whether a phase of a barrier is complete."""
+    text = "mbarrier.test_wait.parity.shared.b64 $0, [$1], $2;"
+    return Boolean(inline_ptx(T.bool(), "=b,r,r,~{memory}", text, address, phase, side_effects=True))
+
+
+def wait_unless(known, address, phase):
+    """Wait until a phase of a barrier is complete, unless that is known already."""
+    text = (
+        "{ .reg .pred p; @$0 bra.uni DONE; WAIT: "
+        "mbarrier.try_wait.parity.shared.b64 p, [$1], $2, 10000000; "
+        "@p bra.uni DONE; bra.uni WAIT; DONE: }"
+    )
+    inline_ptx(None, "b,r,r,~{memory}", text, known, address, phase, side_effects=True)
 
 
 def open_consumers(storage, stages, ctas, lane):

@@ -65,6 +65,8 @@ class ForwardRoles:
                     turn.pass_on()
                     ops.wait_mma(1)  # S(i) is there, O still in flight
                     k_slot.release()
+                    k_consumer.look_ahead()  # the answers come beside the exponentials
+                    v_consumer.look_ahead(k_slot)
                     ops.softmax(tile, tile.n_blocks - 1 - i, s, phase)
                     ops.wait_mma(0)  # O is there; P and V are free
                     v_slot.release()
