@@ -161,3 +161,22 @@ def settle(x: Float32):
     """
     if cute.arch.vote_any_sync(x < 0.0):
         inline_ptx(None, "", "nanosleep.u32 20;", side_effects=True)
+
+
+class Divisor:
+    """A positive number of the launch that integers from 0 on are divided by, with a multiplication and a shift.
+
+    What that takes is worked out on the host.
+    """
+
+    def __init__(self, number, made=None):
+        self.made = cute.fast_divmod_create_divisor_v2(number) if made is None else made
+
+    def __rfloordiv__(self, x):
+        return Int32(x // self.made)
+
+    def __extract_mlir_values__(self):
+        return self.made.__extract_mlir_values__()
+
+    def __new_from_mlir_values__(self, values):
+        return Divisor(None, self.made.__new_from_mlir_values__(values))

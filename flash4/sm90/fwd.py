@@ -30,8 +30,8 @@ from cutlass.tensor_utils import LayoutEnum
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.handout import GivenTiles, ToldTiles
 from flash4.common.mods import AUX, decode_aux
-from flash4.common.numerics import LOG2E, Cap, opaque
-from flash4.common.tiles import Grid, TileSchedule, workers_of
+from flash4.common.numerics import LOG2E, Cap, Divisor, opaque
+from flash4.common.tiles import Divisors, Grid, TileSchedule, workers_of
 from flash4.common.tma_views import (
     packed_view,
     permuted_view,
@@ -222,10 +222,12 @@ class ForwardSm90:
             sequences=self._sequences(q, k, optional) if c.varlen else None,
             v_rows_of_entry=rows_of_entry(v) if c.v_is_ragged else None,
         )
+        workers = cutlass.min(total, workers_of(workers, c.cluster))
+        order = (section, None if c.varlen else Divisors.of(grid, section, workers).each(Divisor))
         self.kernel(
-            (mma_qk, mma_pv), operands, run_time, grid, section, (q.shape[1], k.shape[1])
+            (mma_qk, mma_pv), operands, run_time, grid, order, (q.shape[1], k.shape[1])
         ).launch(
-            grid=(cutlass.min(total, workers_of(workers, c.cluster)) * c.cluster, 1, 1),
+            grid=(workers * c.cluster, 1, 1),
             cluster=(c.cluster, 1, 1),
             block=(self.graph.threads, 1, 1),
             stream=stream,
@@ -302,11 +304,11 @@ class ForwardSm90:
         operands: tuple,
         run_time: RunTime,
         grid: Grid,
-        section: Int32,
+        order: tuple,
         seqlens: tuple,
     ):
         """Allocate, open the rings, and send every warp to its role."""
-        c = self.config
+        c, (section, divisors) = self.config, order
         thread, _, _ = cute.arch.thread_idx()
         worker, _, _ = cute.arch.block_idx()
         workers, _, _ = cute.arch.grid_dim()
@@ -350,7 +352,7 @@ class ForwardSm90:
             tiles = GivenTiles(schedule, slots, c.fixed_shift)
             mma_tiles = ToldTiles(schedule, slots, c.fixed_shift)
         else:
-            schedule = TileSchedule(blocks, grid, section, worker, workers, *seqlens)
+            schedule = TileSchedule(blocks, grid, section, worker, workers, *seqlens, divisors)
             tiles = mma_tiles = Tiles(c, schedule, marks)
         load, mma = self.graph.role("load"), self.graph.role("mma")
         if group == 0:
