@@ -184,10 +184,16 @@ def scale_rows(X, factors):
             X[r, j] = X[r, j] * factors[r]
 
 
-def finish_row(O, r, inverse, empty):
-    """Row ``r`` of O over its row sum. Selected, not multiplied by 0, where empty: O may hold 0 * NaN there."""
+def clear_row(O, r, empty):
+    """0 in row ``r`` of O, if it is empty."""
     for j in range(cute.size(O) // 2):
-        O[r, j] = cutlass.select_(empty, Float32(0.0), O[r, j] * inverse)
+        O[r, j] = cutlass.select_(empty, Float32(0.0), O[r, j])
+
+
+def finish_row(O, r, inverse):
+    """Row ``r`` of O over its row sum."""
+    for j in range(cute.size(O) // 2):
+        O[r, j] = O[r, j] * inverse
 
 
 def all_finite(O, r):
@@ -658,7 +664,9 @@ class MmaOps:
                 empty = empty | unused
                 lse = cutlass.select_(unused, -Float32.inf, lse)
             finite = all_finite(O, r) if c.fixed_shift else True
-            finish_row(O, r, inverse, empty)
+            if cute.arch.vote_any_sync(empty):  # few are; O may hold 0 * NaN there
+                clear_row(O, r, empty)
+            finish_row(O, r, cutlass.select_(empty, Float32(0.0), inverse))
             exists = (query < place.stored_q) & (head_in_kv < heads_per_kv)
             if (self.thread % 4 == 0) & exists:
                 mLSE[place.batch_q, head, place.row_q + query] = lse
