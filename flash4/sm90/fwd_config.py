@@ -27,7 +27,6 @@ MAX_HEAD_DIM = 256
 # Fewest keys of tiles that CTAs share, without and with a causal mask.
 SHARED_KEYS, CUT_SHARED_KEYS = 1_024, 4_096
 SHARED_TILES = 132  # fewest such tiles: two for each pair of an H100's multiprocessors
-LONG = 8_192  # keys from which on power decides at head dim 64
 TILE_SLOTS = 4  # of the ring of tiles, where sequences differ in length
 TILE_WORDS = 17  # of a slot, 4 bytes each
 DENSE_WORDS = 5  # the same, where all sequences are of one length
@@ -543,14 +542,11 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
     # Four warpgroups have few registers: one of these at a time.
     crowded = problem.softcap + problem.alibi + problem.window_left > 1
     if wide == 64 and not (mods or crowded):
-        if not (cut or problem.window_left or problem.varlen) and problem.seqlen_k >= LONG:
-            tile = {"tile_m": 192, "tile_n": 128, "stages": 3, "turns": True, "settle": 8}
-            return tile, f"head dims up to 64, {LONG} keys or more: long blocks take least power"
-        tile = {"tile_m": 256, "tile_n": 64, "stages": 4, "settle": 8 if may_fix else 0}
-        if cut:
-            why = "head dims up to 64: warpgroups skip blocks past their own rows"
-            return {**tile, "skip": True}, why
-        return {**tile, "turns": True}, "head dims up to 64: four warpgroups, short blocks"
+        tile = {"tile_m": 256, "tile_n": 64, "stages": 4, "skip": cut}
+        if may_fix:
+            return {**tile, "settle": 8}, "head dims up to 64: four warpgroups, short blocks"
+        why = "head dims up to 64: four warpgroups, short blocks; the maximum is looked at"
+        return {**tile, "settle": 0, "turns": not cut}, why
     if may_fix:
         why = "short blocks: of few is any part behind a mask"
         if wide <= 96:

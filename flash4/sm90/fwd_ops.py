@@ -17,8 +17,8 @@ from flash4.common.geometry import imax, imin
 from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E
 from flash4.common.tma_views import WRAP
-from flash4.sm90.fwd_ends import RingOperand, slot_steps
 from flash4.sm90.fwd_config import MMA_ROWS, PASSES, TRUSTED_LOG2, ForwardConfig
+from flash4.sm90.fwd_ends import RingOperand, slot_steps
 
 # Named barriers; 0 is __syncthreads.
 BARRIER_TURN = 1  # one per MMA warpgroup: 1..4
@@ -53,7 +53,12 @@ class Turn:
         """Turns of ``count`` warpgroups; opaque numbers, or they would be worked out in every round."""
         own = BARRIER_TURN + warpgroup
         following = cutlass.select_(warpgroup == count - 1, Int32(BARRIER_TURN), own + 1)
-        return Turn(warpgroup == count - 1, numerics.opaque(own), numerics.opaque(following), enabled and count > 1)
+        return Turn(
+            warpgroup == count - 1,
+            numerics.opaque(own),
+            numerics.opaque(following),
+            enabled and count > 1,
+        )
 
     def open(self):
         """Let the first warpgroup go."""
