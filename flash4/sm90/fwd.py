@@ -340,7 +340,6 @@ class ForwardSm90:
         barriers = smem.allocate_array(cutlass.Int64, 4 * c.stages)
         k_producer, _ = self._open_ring(barriers, "k", lane)
         v_producer, _ = self._open_ring(barriers + 2 * c.stages, "v", lane)
-        k_consumer, v_consumer = open_consumers(barriers, c.stages, c.cluster, lane)
         slots = None
         if cutlass.const_expr(c.hands_out):
             who = (worker, workers, lane % WARP)
@@ -371,6 +370,7 @@ class ForwardSm90:
         else:
             cute.arch.setmaxregister_increase(mma.registers)
             mine = group - mma.warpgroups.start
+            k_consumer, v_consumer = open_consumers(barriers, c.stages, c.cluster, lane)
             smem_tensors = (sQ, sK, sV, sO[None, None, mine])
             place = (thread % WARPGROUP, mine, rank, k_consumer.barriers)
             ops = self._mma_ops(mmas, smem_tensors, operands[3], run_time, mma_tiles, place)

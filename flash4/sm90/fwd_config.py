@@ -31,9 +31,11 @@ TILE_SLOTS = 4  # of the ring of tiles, where sequences differ in length
 TILE_WORDS = 17  # of a slot, 4 bytes each
 DENSE_WORDS = 5  # the same, where all sequences are of one length
 NOTES = 4  # words behind those slots: see OUTGROWN
-# Registers per thread of ``mma`` and of ``load``, by warpgroups of ``mma``. Finding tiles of sequences takes more.
+# Registers per thread of ``mma`` and of ``load``, by warpgroups of ``mma``. ``load`` needs more to find tiles of
+# sequences and to copy blocks of four boxes (64 columns each), and most for seven (32 columns each, where 64 do not fit).
 REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32), 4: (112, 24)}
-VARLEN_REGISTERS = {1: (256, 56), 2: (232, 40), 3: (152, 56), 4: (112, 32)}
+MORE_TO_LOAD = {1: (256, 56), 2: (232, 40), 3: (152, 56), 4: (112, 32)}
+SEVEN_BOXES = (224, 56)
 PACKS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -365,6 +367,15 @@ class ForwardConfig:
         return self.graph.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT
 
     @property
+    def _registers(self) -> tuple[int, int]:
+        """Registers per thread of ``mma`` and ``load``."""
+        dims = (self.tile_d, self.tile_dv)
+        if 224 in dims and self.mma_warpgroups == 2:
+            return SEVEN_BOXES
+        much_to_load = self.varlen or 256 in dims
+        return (MORE_TO_LOAD if much_to_load else REGISTERS)[self.mma_warpgroups]
+
+    @property
     def graph(self) -> PipelineGraph:
         """Roles, rings and shared memory.
 
@@ -374,7 +385,7 @@ class ForwardConfig:
         load --[tiles x4 warp->warps]--> mma  (tiles that are handed out)
         """
         groups = self.mma_warpgroups
-        mma_regs, load_regs = (VARLEN_REGISTERS if self.varlen else REGISTERS)[groups]
+        mma_regs, load_regs = self._registers
         load = Role("load", range(0, 1), 1, load_regs)
         mma = Role("mma", range(1, 1 + groups), 4 * groups, mma_regs)
         buffers = [
