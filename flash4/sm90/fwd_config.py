@@ -26,14 +26,15 @@ KEY_STEP = 16  # keys that one WGMMA of P V contracts
 MAX_HEAD_DIM = 256
 SHARED_KEYS = 1_024  # fewest keys of tiles that CTAs share
 SHARED_TILES = 132  # fewest such tiles: two for each pair of an H100's multiprocessors
-LONG = 8_192  # keys from which on power decides at head dim 64
 TILE_SLOTS = 4  # of the ring of tiles, where sequences differ in length
 TILE_WORDS = 17  # of a slot, 4 bytes each
 DENSE_WORDS = 5  # the same, where all sequences are of one length
 NOTES = 4  # words behind those slots: see OUTGROWN
-# Registers per thread of ``mma`` and of ``load``, by warpgroups of ``mma``. Finding tiles of sequences takes more.
+# Registers per thread of ``mma`` and of ``load``, by warpgroups of ``mma``. ``load`` needs more to find tiles of
+# sequences and to copy wide blocks, which come in more boxes of 64 or 32 columns, most for the seven of head dim 224.
 REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32), 4: (112, 24)}
-VARLEN_REGISTERS = {1: (256, 56), 2: (232, 40), 3: (152, 56), 4: (112, 32)}
+MORE_TO_LOAD = {1: (256, 56), 2: (232, 40), 3: (152, 56), 4: (112, 32)}
+SEVEN_BOXES = (224, 56)
 PACKS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -365,6 +366,15 @@ class ForwardConfig:
         return self.graph.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT
 
     @property
+    def _registers(self) -> tuple[int, int]:
+        """Registers per thread of ``mma`` and ``load``."""
+        dims = (self.tile_d, self.tile_dv)
+        if 224 in dims and self.mma_warpgroups == 2 and not self.varlen:
+            return SEVEN_BOXES
+        much_to_load = self.varlen or max(dims) > 128
+        return (MORE_TO_LOAD if much_to_load else REGISTERS)[self.mma_warpgroups]
+
+    @property
     def graph(self) -> PipelineGraph:
         """Roles, rings and shared memory.
 
@@ -374,7 +384,7 @@ class ForwardConfig:
         load --[tiles x4 warp->warps]--> mma  (tiles that are handed out)
         """
         groups = self.mma_warpgroups
-        mma_regs, load_regs = (VARLEN_REGISTERS if self.varlen else REGISTERS)[groups]
+        mma_regs, load_regs = self._registers
         load = Role("load", range(0, 1), 1, load_regs)
         mma = Role("mma", range(1, 1 + groups), 4 * groups, mma_regs)
         buffers = [
@@ -539,14 +549,11 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
     # Four warpgroups have few registers: one of these at a time.
     crowded = problem.softcap + problem.alibi + problem.window_left > 1
     if wide == 64 and not (mods or crowded):
-        if not (cut or problem.window_left or problem.varlen) and problem.seqlen_k >= LONG:
-            tile = {"tile_m": 192, "tile_n": 128, "stages": 3, "turns": True, "settle": 8}
-            return tile, f"head dims up to 64, {LONG} keys or more: long blocks take least power"
-        tile = {"tile_m": 256, "tile_n": 64, "stages": 4, "settle": 8 if may_fix else 0}
-        if cut:
-            why = "head dims up to 64: warpgroups skip blocks past their own rows"
-            return {**tile, "skip": True}, why
-        return {**tile, "turns": True}, "head dims up to 64: four warpgroups, short blocks"
+        tile = {"tile_m": 256, "tile_n": 64, "stages": 4, "skip": cut}
+        if may_fix:
+            return {**tile, "settle": 8}, "head dims up to 64: four warpgroups, short blocks"
+        why = "head dims up to 64: four warpgroups, short blocks; the maximum is looked at"
+        return {**tile, "settle": 0, "turns": not cut}, why
     if may_fix:
         why = "short blocks: of few is any part behind a mask"
         if wide <= 96:
