@@ -21,6 +21,23 @@ TURN_REGISTERS = (232, 40)  # where those work out whose turn it is, and ``mma``
 STAGES = 2
 
 
+def numbers_of(config) -> tuple[str, ...]:
+    """Numbers that the launch of a backward takes, in order."""
+    given = {
+        "cap": config.softcap,
+        "cap_scale": config.softcap,
+        "left": config.left,
+        "right": config.right,
+    }
+    return ("scale", *(name for name, present in given.items() if present))
+
+
+def tensors_of(config) -> tuple[str, ...]:
+    """Tensors that the launch of a backward takes after dk and dv, in order."""
+    given = {"alibi_slopes": config.alibi, "turns": config.ordered}
+    return tuple(name for name, present in given.items() if present)
+
+
 @dataclass(frozen=True)
 class BackwardConfig:
     """Compile-time facts of one Hopper backward kernel; ints and bools only, and it is the cache key.
@@ -67,6 +84,11 @@ class BackwardConfig:
         """Keys per tile."""
         return TILE_N
 
+    @property
+    def ctas(self) -> int:
+        """CTAs that work on one tile."""
+        return 1
+
     def blocks(self, left=None, right=None) -> QueryBlocks:
         """Which blocks of queries a tile visits; the sides of the window are those that the config says there are."""
         if (left is not None, right is not None) != (self.left, self.right):
@@ -79,19 +101,12 @@ class BackwardConfig:
 
         ``scale`` is the factor of a score, ``cap_scale`` that within the cap.
         """
-        given = {
-            "cap": self.softcap,
-            "cap_scale": self.softcap,
-            "left": self.left,
-            "right": self.right,
-        }
-        return ("scale", *(name for name, present in given.items() if present))
+        return numbers_of(self)
 
     @property
     def optional_tensors(self) -> tuple[str, ...]:
         """Tensors that the launch takes after dk and dv, in order."""
-        given = {"alibi_slopes": self.alibi, "turns": self.ordered}
-        return tuple(name for name, present in given.items() if present)
+        return tensors_of(self)
 
     @property
     def splits_queries(self) -> bool:
@@ -173,7 +188,7 @@ def can_implement(problem) -> str | None:
             return f"gradients with {name} are not built yet; {instead}"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size > MAX_HEAD_DIM:
-            return f"gradients with {name} {size} are not built yet; supported are up to {MAX_HEAD_DIM}"
+            return f"takes {name} up to {MAX_HEAD_DIM}, not {size}"
     return None
 
 

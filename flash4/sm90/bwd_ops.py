@@ -206,7 +206,7 @@ class ReduceOps:
     def wait_turn(self, tile, i):
         """Wait until all tiles whose turn comes first have added theirs."""
         if self.config.ordered:
-            wait_for_count(self._turn(tile, i), self.tiles.rank(tile, i))
+            wait_for_count(self._turn(tile, i), self.rank_of_addition(tile, i))
             cute.arch.fence_proxy("async.global")  # the copy engine comes after this thread
 
     def pass_turn(self, tile, i):
@@ -214,8 +214,12 @@ class ReduceOps:
         if self.config.ordered:
             cute.arch.cp_async_bulk_wait_group(0)
             cute.arch.fence_proxy("async.global")
-            counts = choose(self.tiles.rank(tile, i) >= 0, 1, 0)  # others have no turn
+            counts = choose(self.rank_of_addition(tile, i) >= 0, 1, 0)  # others have no turn
             add_to_count(self._turn(tile, i), counts)
+
+    def rank_of_addition(self, tile, i):
+        """How many additions come before this one; negative for one that is not asked."""
+        return self.tiles.rank(tile, i)
 
     def _turn(self, tile, i):
         block, head = self.tiles.place(tile, i)
@@ -223,9 +227,13 @@ class ReduceOps:
 
     def add_dq(self, tile, i):
         """Accumulator += box, for the queries of step ``i``."""
-        floats, (block, head) = self.config.dq_floats, self.tiles.place(tile, i)
-        target = self.mDQ[tile.batch, head, block, None].iterator + self.warpgroup * floats
-        add_floats(target, self.sDQ.iterator, 4 * floats)
+        self.add_to_sums(tile, i, self.warpgroup * self.config.dq_floats)
+
+    def add_to_sums(self, tile, i, first):
+        """Add the box to the sums of step ``i`` from number ``first`` on."""
+        block, head = self.tiles.place(tile, i)
+        target = self.mDQ[tile.batch, head, block, None].iterator + first
+        add_floats(target, self.sDQ.iterator, 4 * self.config.dq_floats)
         cute.arch.cp_async_bulk_commit_group()
 
     def wait_read(self):
@@ -263,7 +271,7 @@ class MmaOps:
     tDPrDO: cute.Tensor  # (MMA, MMA_M, MMA_DV, stages)
     tDVrDO: cute.Tensor  # (MMA, MMA_DV, MMA_M, stages): dO^T, the same memory
     tDKrQ: cute.Tensor  # (MMA, MMA_D, MMA_M, stages): Q^T, the same memory
-    tDQrK: cute.Tensor  # K^T, the same memory; operand B, or A if swapped
+    tDQrK: object  # K^T, the same memory; operand B, or A if swapped
     tDQrDS: cute.Tensor  # dS, (.., stages); operand A, or B if swapped
     tDVrP: cute.Tensor  # ((2, 2, 2), 1, tile_m / 16), 16 bit
     tDKrDS: cute.Tensor  # as tDVrP
@@ -375,7 +383,7 @@ class MmaOps:
         tiles, (block, head) = self.tiles, self.tiles.place(tile, i)
         lengths = (tiles.seqlen_q, tiles.seqlen_k)
         first_query = block * self.config.tile_m + 2 * (self.thread % 4)
-        keys = [tile.n_block * TILE_N + self._key_row(r) for r in range(2)]
+        keys = [tile.n_block * self.config.tile_n + self._key_row(r) for r in range(2)]
         slope_log2 = None
         if self.config.alibi:
             slope_log2 = self.mSlopes[tile.batch, head] * LOG2E
@@ -401,7 +409,11 @@ class MmaOps:
 
     def _key_row(self, r):
         """Row in the tile of this thread's row ``r``."""
-        return self.warpgroup * MMA_ROWS + self.thread // 32 * 16 + self.thread % 32 // 4 + 8 * r
+        return self.key_group() * MMA_ROWS + self.thread // 32 * 16 + self.thread % 32 // 4 + 8 * r
+
+    def key_group(self):
+        """Which 64 keys of the tile are this warpgroup's."""
+        return self.warpgroup
 
     def ds(self, i, s, dp, do_slot):
         """dS^T = P^T (dP^T - D), times the slope of the cap, rounded as the operand of dK and, transposed, into the shared memory of step ``i``."""
@@ -424,12 +436,21 @@ class MmaOps:
 
     def put_dq(self, dq):
         """Registers -> box, four numbers of a thread at a time: the order of the accumulator in global memory."""
-        groups = cute.size(dq) // 4
-        box = cute.make_tensor(
-            self.sDQ.iterator + 4 * self.thread,
-            cute.make_layout((4, groups), stride=(1, 4 * WARPGROUP)),
+        self.put_floats(dq, self.sDQ)
+
+    def put_floats(self, acc, sX):
+        """An accumulator -> its box in shared memory."""
+        mine, box = self.in_box(acc, sX)
+        cute.autovec_copy(mine, box)
+
+    def in_box(self, acc, sX):
+        """An accumulator, and where its box has this thread's numbers, both as (4, groups)."""
+        shape = (4, cute.size(acc) // 4)
+        box = cute.make_layout(shape, stride=(1, 4 * WARPGROUP))
+        return (
+            cute.make_tensor(acc.iterator, cute.make_layout(shape)),
+            cute.make_tensor(sX.iterator + 4 * self.thread, box),
         )
-        cute.autovec_copy(cute.make_tensor(dq.iterator, cute.make_layout((4, groups))), box)
 
     @cute.jit
     def store(self, tile):
@@ -453,7 +474,7 @@ class MmaOps:
     def _store(self, tile, operand, sX):
         """Shared memory -> global memory."""
         mX = operand.tensor[None, None, tile.head_kv, tile.batch]
-        at = (tile.n_block * (TILE_N // MMA_ROWS) + self.warpgroup, 0)
+        at = (tile.n_block * (self.config.tile_n // MMA_ROWS) + self.key_group(), 0)
         gX = cute.local_tile(mX, (MMA_ROWS, cute.size(sX, mode=[1])), at)
         tXsX, tXgX = cpasync.tma_partition(
             operand.atom,

@@ -1,0 +1,267 @@
+"""The Hopper backward for head dims above 128 on a CPU: its own roles and tile schedule; see ``sm90_bwd``."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flash4.common.dsl import plain
+from flash4.common.graph import WARP, WARPGROUP
+from flash4.sim.barriers import NamedBarrier
+from flash4.sim.cluster import Cluster, Cta
+from flash4.sim.machine import Machine
+from flash4.sim.memory import Region
+from flash4.sim.rings import End, Ring, SharedRing
+from flash4.sim.sm90_bwd import (
+    Box,
+    Call,
+    Inbox,
+    LoadOps,
+    MmaOps,
+    Outbox,
+    ReduceOps,
+    Variation,
+    backward_machines,
+    simulate_backward,
+)
+from flash4.sim.sm90_fwd import matmul
+from flash4.sm90.bwd_config import FLOAT_BYTES, MMA_WARPGROUPS
+from flash4.sm90.bwd_ops import (
+    BARRIER_DQ_EMPTY,
+    BARRIER_DQ_FULL,
+    BARRIER_EXCHANGE,
+    BARRIER_STORE,
+    BOX_THREADS,
+    EXCHANGE_THREADS,
+)
+from flash4.sm90.bwd_wide_config import DS_STAGES, PART_WIDTH, WideBackwardConfig
+from flash4.sm90.bwd_wide_ops import BARRIER_DS, BARRIER_OWN_DS, BARRIER_P
+from flash4.sm90.bwd_wide_roles import WideBackwardRoles
+from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS
+
+MMA_ROLES = ("mma_v", "mma_k")
+
+
+class Exchange:
+    """What the MMA warpgroups of a CTA tell each other."""
+
+    def __init__(self, meeting: NamedBarrier, p: NamedBarrier, ds: NamedBarrier):
+        self._meeting, self._p, self._ds = meeting, p, ds
+
+    def sync(self):
+        """Wait for the other warpgroup."""
+        self._meeting.sync()
+
+    def post_p(self):
+        """``mma_v``: P is in its box."""
+        self._post(self._p)
+
+    def wait_p(self):
+        """``mma_k``: wait for P."""
+        self._p.sync()
+
+    def post_ds(self):
+        """``mma_k``: dS is in shared memory."""
+        self._post(self._ds)
+
+    def wait_ds(self):
+        """``mma_v``: wait for dS."""
+        self._ds.sync()
+
+    def _post(self, barrier: NamedBarrier):
+        barrier.arrive()
+        barrier.machine.give_way()
+
+
+class WideReduceOps(ReduceOps):
+    """Verbs of the ``reduce`` role, for one MMA warpgroup's parts of dQ."""
+
+    def __init__(self, machine: Machine, call: Call, box: Box, group: int, rank: int):
+        super().__init__(machine, call, box, group)
+        self._cta = rank
+        self.parts = len(range(group, call.config.dq_parts, MMA_WARPGROUPS))
+
+    def _rank(self, tile, i):
+        return self._call.tiles.rank(tile, i) * self._call.config.ctas + self._cta
+
+    def _name(self, tile) -> str:
+        return f"{tile.index}, cta{self._cta}"
+
+    def add_dq(self, tile, i, part):
+        """Accumulator += box, for a part of the head dims of step ``i``."""
+        batch, head, block, group = self._key(tile, i)
+        self._add((batch, head, block, part * MMA_WARPGROUPS + group), tile)
+
+
+class WideMmaOps(MmaOps):
+    """Verbs of the roles ``mma_v`` and ``mma_k``; each uses its own."""
+
+    def __init__(self, machine, call: Call, prefix: str, place, regions, box: Box):
+        group, rank = place
+        super().__init__(machine, call, prefix, group, regions, box)
+        self._rows = slice(rank * MMA_ROWS, (rank + 1) * MMA_ROWS)
+        self._parts = range(group, call.config.dq_parts, MMA_WARPGROUPS)
+
+    def begin(self):
+        """dK = dV = 0."""
+        super().begin(None)
+
+    def _scores(self, name, kept, passing):
+        acc, operands = self._fragment(name, self._config.tile_m), (kept.region, passing.region)
+
+        def product(keys, queries):
+            return matmul(keys, queries[:, :-1].T)
+
+        self._queue.issue(acc, product, operands, False, name)
+        return acc
+
+    def put_p(self, s):
+        """P, times the slope of the cap: registers -> its box."""
+        self._regions["p",].write(s.values.copy())
+
+    def take_p(self):
+        """Its box -> registers."""
+        p = self._fragment("P in float32", self._config.tile_m)
+        p.values[:] = self._regions["p",].read()
+        return p
+
+    def dq(self, i, k_slot):
+        """Issue the first of this warpgroup's parts of dQ = dS K into a fresh accumulator."""
+        return self._dq(i, k_slot, self._parts[0])
+
+    def dq_rest(self, i, k_slot):
+        """Issue the second, if there is one: none or one accumulator, and a group in any case."""
+        if len(self._parts) == 1:
+            nothing = self._fragment("nothing", 1)
+            self._queue.issue(nothing, lambda: np.zeros((MMA_ROWS, 1)), (), False, "nothing")
+        return tuple(self._dq(i, k_slot, part) for part in self._parts[1:])
+
+    def _dq(self, i, k_slot, part):
+        width = slice(part * PART_WIDTH, (part + 1) * PART_WIDTH)
+        acc = self._fragment("dQ", PART_WIDTH, self._config.tile_m)
+
+        def product(ds, keys):
+            return matmul(ds.T, keys[:, width])
+
+        ds = self._regions["ds", i % DS_STAGES, self._group]
+        self._queue.issue(acc, product, (ds, k_slot.region), False, "dQ")
+        return acc
+
+    def store_dk(self, tile):
+        """Start the store of dK, scaled."""
+        self._store(tile, "dk")
+
+    def store_dv(self, tile):
+        """Start the store of dV."""
+        self._store(tile, "dv")
+
+
+@dataclass(frozen=True)
+class WideVariation(Variation):
+    """What a run may change; fields as of ``sm90_fwd.Variation``."""
+
+    roles: type = WideBackwardRoles
+    shared: type = SharedRing
+    meets: tuple[str, ...] = ("start", "end")
+
+    def fill(self, machine: Machine, call: Call, worker: int):
+        """Set up what works on the tiles of a worker: the CTAs of a cluster, which share rings."""
+        name = f"cluster{worker}" if call.config.ordered else ""
+        cluster = Cluster(machine, call.config.ctas, "start" in self.meets, name)
+        rings = [_make_rings(cta, call.config, self.shared) for cta in cluster.ctas]
+        for connected in zip(*rings, strict=True):
+            for ring in connected:
+                if ring.spec.ctas > 1:
+                    ring.connect(connected)
+        for cta, mine in zip(cluster.ctas, rings, strict=True):
+            _fill_cta(machine, call, self, cta, mine)
+        if "end" in self.meets:
+            tasks = [task for cta in cluster.ctas for task in cta.tasks]
+            everyone = cluster.barrier(f"{name}.cluster" if name else "cluster", len(tasks))
+            for task in tasks:
+                task.leave = everyone.sync
+
+
+def simulate_wide_backward(
+    config: WideBackwardConfig, tensors, options, workers=2, seed=0, variation=None, dlse=None
+):
+    """Run the kernel's roles on every tile of a problem; as ``simulate_backward``."""
+    variation = variation or WideVariation()
+    return simulate_backward(config, tensors, options, workers, seed, variation, dlse)
+
+
+def wide_machines(config, tensors, options, workers, seed, variation=None, dlse=None):
+    """Yield the machine and the call of every cluster; as ``backward_machines``."""
+    return backward_machines(
+        config, tensors, options, workers, seed, variation or WideVariation(), dlse
+    )
+
+
+def _make_rings(cta: Cta, config: WideBackwardConfig, shared: type) -> list[Ring]:
+    """Rings of one CTA by the config's graph; those that CTAs share are of class ``shared``."""
+    bases = config.graph.addresses()
+    shapes = {
+        "k": (MMA_ROWS, config.tile_d),
+        "v": (MMA_ROWS, config.tile_dv),
+        "q": (config.tile_m, config.tile_d + 1),
+        "do": (config.tile_m, config.tile_dv + 1),
+    }
+    made = []
+    for spec in config.graph.rings:
+        kind, readers = shared if spec.ctas > 1 else Ring, MMA_WARPGROUPS * spec.ctas
+        at, shape = bases[spec.name], shapes[spec.name]
+        made.append(kind(cta.machine, spec, readers, cta.smem, at, shape))
+    return made
+
+
+def _regions(cta: Cta, config: WideBackwardConfig) -> dict[tuple, Region]:
+    """Parts of shared memory that are not slots of a ring, by the graph's map."""
+    bases, regions = config.graph.addresses(), {}
+    ds_bytes = config.tile_m * MMA_ROWS * ELEMENT_BYTES
+    p_bytes, box = config.tile_m * MMA_ROWS * FLOAT_BYTES, config.dq_floats * FLOAT_BYTES
+
+    def region(name, at, size, shape):
+        return cta.region(name, at, at + size, shape)
+
+    regions["p",] = region("p", bases["p"], p_bytes, (MMA_ROWS, config.tile_m))
+    for stage in range(DS_STAGES):
+        at, shape = bases["ds"] + stage * ds_bytes, (MMA_ROWS, config.tile_m)
+        both = region(f"ds[{stage}]", at, ds_bytes, shape)
+        regions |= {("ds", stage, group): both for group in range(MMA_WARPGROUPS)}
+    for group, (name, width) in enumerate((("dv", config.tile_dv), ("dk", config.tile_d))):
+        at = bases["dq"] + group * box
+        regions["dq", group] = region(f"dq[{group}]", at, box, config.dq_shape)
+        size = MMA_ROWS * width * ELEMENT_BYTES
+        regions[name, group] = region(name, bases[name], size, (MMA_ROWS, width))
+    return regions
+
+
+def _fill_cta(machine: Machine, call: Call, variation: WideVariation, cta: Cta, rings: list[Ring]):
+    """Barriers and roles of one CTA, by the config's graph."""
+    schedule, tiles, regions = variation.roles(), call.tiles, _regions(cta, call.config)
+
+    def ends(role):
+        miscounts = variation.miscounts
+        return [End(ring, miscounts.get((role, ring.spec.name), 0)) for ring in rings]
+
+    def both(number, name):
+        return cta.named_barrier(number, name, EXCHANGE_THREADS, WARPGROUP)
+
+    exchange = Exchange(
+        both(BARRIER_EXCHANGE, "exchange"), both(BARRIER_P, "P"), both(BARRIER_DS, "dS")
+    )
+    machine.name_barrier(BARRIER_OWN_DS, "own dS", cta)
+    load = LoadOps(call, cta.rank * MMA_ROWS, MMA_ROWS)
+    cta.spawn("load", plain(variation.roles.load), schedule, load, tiles, *ends("load"))
+    for group, role in enumerate(MMA_ROLES):
+        machine.name_barrier(BARRIER_STORE + group, f"store of {role}", cta)
+        barriers = (
+            cta.named_barrier(number + group, f"dq[{group}] {what}", BOX_THREADS, WARP)
+            for number, what in ((BARRIER_DQ_FULL, "full"), (BARRIER_DQ_EMPTY, "empty"))
+        )
+        box = Box(regions["dq", group], *barriers)
+        ops = WideMmaOps(machine, call, f"{cta.name}.", (group, cta.rank), regions, box)
+        function = plain(getattr(variation.roles, role))
+        cta.spawn(role, function, schedule, ops, tiles, *ends(role), exchange, Outbox(box))
+        ops = WideReduceOps(machine, call, box, group, cta.rank)
+        function = plain(variation.roles.reduce)
+        cta.spawn(f"reduce[{group}]", function, schedule, ops, tiles, Inbox(box))

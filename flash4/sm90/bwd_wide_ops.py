@@ -1,0 +1,173 @@
+"""Verbs of the Hopper backward for head dims above 128, where they are not those of ``bwd_ops``."""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from flash4.common.graph import WARPGROUP
+from flash4.sm90.bwd_config import MMA_WARPGROUPS
+from flash4.sm90.bwd_ops import BARRIER_STORE, EXCHANGE_THREADS, Exchange, LoadOps, MmaOps, ReduceOps
+from flash4.sm90.bwd_wide_config import DS_STAGES
+from flash4.sm90.fwd_config import MMA_ROWS
+from flash4.sm90.fwd_ops import issue_mma, tma_load
+
+# Named barriers beside those of ``bwd_ops``.
+BARRIER_P = 8  # ``mma_v`` has put P
+BARRIER_DS = 9  # ``mma_k`` has written dS
+BARRIER_OWN_DS = 10  # the same, among its warps
+
+
+@dataclass(frozen=True)
+class WideExchange(Exchange):
+    """What the MMA warpgroups tell each other; their whole meeting is as in the narrow kernel."""
+
+    def post_p(self):
+        """``mma_v``: P is in its box."""
+        cute.arch.barrier_arrive(barrier_id=BARRIER_P, number_of_threads=EXCHANGE_THREADS)
+
+    def wait_p(self):
+        """``mma_k``: wait for P."""
+        cute.arch.barrier(barrier_id=BARRIER_P, number_of_threads=EXCHANGE_THREADS)
+
+    def post_ds(self):
+        """``mma_k``: dS is in shared memory, and its own warps may read it too."""
+        cute.arch.barrier_arrive(barrier_id=BARRIER_DS, number_of_threads=EXCHANGE_THREADS)
+        cute.arch.barrier(barrier_id=BARRIER_OWN_DS, number_of_threads=WARPGROUP)
+
+    def wait_ds(self):
+        """``mma_v``: wait for dS."""
+        cute.arch.barrier(barrier_id=BARRIER_DS, number_of_threads=EXCHANGE_THREADS)
+
+
+@dataclass(frozen=True)
+class WideLoadOps(LoadOps):
+    """Verbs of the ``load`` role: keys of this CTA, and its part of the queries for all CTAs."""
+
+    rank: object  # of this CTA among those that share a tile
+
+    def load_k(self, tile, slot):
+        """Fill the K slot with this CTA's keys; rows past the sequence become zero."""
+        mK = self.k.tensor[None, None, tile.head_kv, tile.batch]
+        gK = cute.local_tile(mK, (MMA_ROWS, self.config.tile_d), (self._rows(tile), 0))
+        tma_load(self.k.atom, gK, self.sK, slot)
+
+    def load_v(self, tile, slot):
+        """Fill the V slot with this CTA's values."""
+        mV = self.v.tensor[None, None, tile.head_kv, tile.batch]
+        gV = cute.local_tile(mV, (MMA_ROWS, self.config.tile_dv), (self._rows(tile), 0))
+        tma_load(self.v.atom, gV, self.sV, slot)
+
+    def load_q(self, tile, i, slot):
+        """Fill a Q slot with the queries of step ``i``, in all CTAs together, and their LSE, each its own."""
+        self._load_queries(self.q, self.config.tile_d, (tile, i), self.sQ, slot)
+        self._load_statistic(self.mLSE, (tile, i), self.sLSE, slot)
+
+    def load_do(self, tile, i, slot):
+        """Fill a dO slot with the gradients of step ``i``, in all CTAs together, and their D, each its own."""
+        self._load_queries(self.do, self.config.tile_dv, (tile, i), self.sDO, slot)
+        self._load_statistic(self.mD, (tile, i), self.sD, slot)
+
+    def _rows(self, tile):
+        return tile.n_block * self.config.ctas + self.rank
+
+    def _load_queries(self, operand, width, step, sX, slot):
+        c, (tile, i) = self.config, step
+        block, head = self.tiles.place(tile, i)
+        mX = operand.tensor[None, None, head, tile.batch]
+        gX = cute.local_tile(mX, (c.tile_m, width), (block, 0))
+        tma_load(operand.atom, gX, sX, slot, (self.rank, c.ctas))
+
+    def _load_statistic(self, mX, step, sX, slot):
+        tile, i = step
+        block, head = self.tiles.place(tile, i)
+        self._load_statistics(mX[tile.batch, head, None], block, sX, slot)
+
+
+@dataclass(frozen=True)
+class WideReduceOps(ReduceOps):
+    """Verbs of the ``reduce`` role, for one MMA warpgroup's parts of dQ."""
+
+    rank: object  # of this CTA
+
+    @property
+    def parts(self):
+        """Parts of each dQ that the warpgroup multiplies."""
+        return (self.config.dq_parts + 1 - self.warpgroup) // MMA_WARPGROUPS
+
+    def rank_of_addition(self, tile, i):
+        """How many additions come before this CTA's; negative for one that is not asked."""
+        return self.tiles.rank(tile, i) * self.config.ctas + self.rank
+
+    def add_dq(self, tile, i, part):
+        """Accumulator += box, for a part of the head dims of step ``i``."""
+        number = part * MMA_WARPGROUPS + self.warpgroup
+        self.add_to_sums(tile, i, number * self.config.dq_floats)
+
+
+@dataclass(frozen=True)
+class WideMmaOps(MmaOps):
+    """Verbs of the roles ``mma_v`` and ``mma_k``; each uses its own."""
+
+    rank: object  # of this CTA: which keys of the tile
+    sP: cute.Tensor  # (64 tile_m,) float32, in the order of the accumulator
+
+    def key_group(self):
+        """Which 64 keys of the tile are this CTA's."""
+        return self.rank
+
+    def begin(self):
+        """dK = dV = 0; each role has one of them."""
+        self.dk_acc.fill(0.0)
+        self.dv_acc.fill(0.0)
+
+    def put_p(self, s):
+        """P, times the slope of the cap, in float32: registers -> its box."""
+        self.put_floats(s, self.sP)
+
+    def take_p(self):
+        """Its box -> registers: a thread has the numbers that the same one of ``mma_v`` put there."""
+        P = cute.make_rmem_tensor(((2, 2, self.config.tile_m // 8), 1, 1), Float32)
+        mine, box = self.in_box(P, self.sP)
+        cute.autovec_copy(box, mine)
+        return P
+
+    def dq(self, i, k_slot):
+        """Issue the first of this warpgroup's parts of dQ = dS K into a fresh accumulator."""
+        return self._dq(i, self.tDQrK[0])
+
+    def dq_rest(self, i, k_slot):
+        """Issue the second, if there is one: none or one accumulator, and a group in any case."""
+        if len(self.tDQrK) == 1:
+            warpgroup.commit_group()
+        return tuple(self._dq(i, tDQrK) for tDQrK in self.tDQrK[1:])
+
+    def _dq(self, i, tDQrK):
+        groups = self.config.dq_floats // WARPGROUP // 4
+        dQ = cute.make_rmem_tensor(((2, 2, groups), 1, 1), Float32)
+        tDQrDS = self.tDQrDS[None, None, None, i % DS_STAGES]
+        issue_mma(self.mma_dq, dQ, tDQrDS, tDQrK, False)
+        return dQ
+
+    def store_dk(self, tile):
+        """Start the store of dK, scaled; rows past the sequence are clipped."""
+        self._save(tile, (self.mma_dk, self.dk_acc, self.scale), self.sDK, self.dk_out)
+
+    def store_dv(self, tile):
+        """Start the store of dV."""
+        self._save(tile, (self.mma_dv, self.dv_acc, Float32(1.0)), self.sDV, self.dv_out)
+
+    @cute.jit
+    def _save(self, tile, result, sX, operand):
+        self._stage(*result, sX)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=BARRIER_STORE + self.warpgroup, number_of_threads=WARPGROUP)
+        if cute.arch.make_warp_uniform(self.thread // 32) == 0:
+            self._store(tile, operand, sX)
+            cute.arch.cp_async_bulk_commit_group()
+
+
+def in_cta(ctas: int) -> Int32:
+    """Rank of this CTA in its cluster."""
+    return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if ctas > 1 else Int32(0)
