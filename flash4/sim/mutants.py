@@ -16,13 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from flash4.problem import CallOptions
-from flash4.sim import sm90_bwd, sm100_fwd
+from flash4.sim import sm90_bwd, sm90_bwd_wide, sm100_fwd
 from flash4.sim.cluster import arrive_at
 from flash4.sim.machine import Hazard
 from flash4.sim.rings import Ring, SharedRing
 from flash4.sim.sm90_fwd import Variation, round_to_16_bit, simulate_forward
-from flash4.sm90 import bwd_roles, fwd_roles
+from flash4.sm90 import bwd_roles, bwd_wide_roles, fwd_roles
 from flash4.sm90.bwd_config import BackwardConfig
+from flash4.sm90.bwd_wide_config import WideBackwardConfig
 from flash4.sm90.fwd_config import ForwardConfig
 from flash4.sm100 import fwd_roles as fwd_roles_sm100
 from flash4.sm100.fwd_config import ForwardConfig as ForwardConfigSm100
@@ -31,6 +32,7 @@ DROPPED = {
     *("commit", "release", "open", "wait", "pass_on", "wait_mma", "wait_store"),
     *("post", "tail"),  # of signals and rings on Blackwell
     *("sync", "acquire", "wait_read", "wait_turn", "pass_turn", "drain"),  # of the backward
+    *("post_p", "wait_p", "post_ds", "wait_ds"),  # of the wide one
 }
 UNWAITED = {
     "acquire_and_advance",
@@ -149,6 +151,14 @@ BACKWARD_PROBLEMS = (
     BackwardProblem(BackwardConfig(True, 16, 16, 128, True), 300, 300, 1, 2),
     BackwardProblem(BackwardConfig(True, 16, 16, 64, False), 64, 400),
     BackwardProblem(BackwardConfig(True, 16, 16, 64, True, ordered=True), 300, 400, 1, 3),
+)
+
+# One and two parts of dQ for a warpgroup, one CTA and two, one slot of dO and two.
+WIDE_BACKWARD_PROBLEMS = (
+    BackwardProblem(WideBackwardConfig(True, 128, 64, False, ctas=1), 300, 120),
+    BackwardProblem(WideBackwardConfig(True, 192, 64, True), 150, 200, 2),
+    BackwardProblem(WideBackwardConfig(True, 128, 64, False, do_stages=2), 64, 300),
+    BackwardProblem(WideBackwardConfig(True, 192, 64, True, ordered=True), 200, 300, 1, 3),
 )
 
 
@@ -336,16 +346,16 @@ class OwnCounts(SharedRing):
         return self.full
 
 
-def cluster_mutants() -> Iterator[Mutant]:
-    """Mutants of what CTAs do that share tiles: how they meet, release and copy."""
+def cluster_mutants(vary: Callable = Variation) -> Iterator[Mutant]:
+    """Mutants of what CTAs do that share tiles: how they meet, release and copy; ``vary`` makes the variations."""
     for kind in (
         OwnReleases, TwiceReleased, SwappedReleases, OwnCopies, WholeCopies, OwnCounts,
     ):  # fmt: skip
         name = f"cluster: {kind.__doc__.rstrip('.')}"
-        yield Mutant(name, 0, True, functools.partial(Variation, shared=kind))
+        yield Mutant(name, 0, True, functools.partial(vary, shared=kind))
     for left, where in (("end", "before the roles begin"), ("start", "before one ends")):
         name = f"cluster: CTAs do not meet {where}"
-        yield Mutant(name, 0, True, functools.partial(Variation, meets=(left,)))
+        yield Mutant(name, 0, True, functools.partial(vary, meets=(left,)))
 
 
 def sm90_fwd_mutants() -> list[Mutant]:
@@ -378,14 +388,25 @@ def sm90_bwd_mutants() -> list[Mutant]:
     """All mutants of the Hopper backward: of its source, and of how its ends count slots."""
     source, path, vary = inspect.getsource(bwd_roles), bwd_roles.__file__, sm90_bwd.Variation
     found = list(mutants_of_source(source, path, "BackwardRoles", vary))
-    for role in ("load", "mma"):
+    return found + list(miscounts(("load", "mma"), vary))
+
+
+def sm90_bwd_wide_mutants() -> list[Mutant]:
+    """The same of the wide Hopper backward, and of how its CTAs share tiles; ``load`` is the narrow one's."""
+    source, path = inspect.getsource(bwd_wide_roles), bwd_wide_roles.__file__
+    vary = sm90_bwd_wide.WideVariation
+    found = list(mutants_of_source(source, path, "WideBackwardRoles", vary))
+    found += cluster_mutants(vary)
+    return found + list(miscounts(("load", "mma_v", "mma_k"), vary))
+
+
+def miscounts(roles, vary: Callable) -> Iterator[Mutant]:
+    """Mutants of a backward whose ends have too many or too few slots."""
+    for role in roles:
         for ring in ("k", "v", "q", "do"):
             for amount in (1, -1) if ring in ("q", "do") else (1,):
-                miscounts = {(role, ring): amount}
-                name = f"{role}: counts the slots of {ring} {amount:+}"
-                build = functools.partial(vary, miscounts=miscounts)
-                found.append(Mutant(name, 0, False, build))
-    return found
+                build = functools.partial(vary, miscounts={(role, ring): amount})
+                yield Mutant(f"{role}: counts the slots of {ring} {amount:+}", 0, False, build)
 
 
 class Jury:
@@ -419,11 +440,15 @@ class Jury:
 KERNELS = {
     "sm90-fwd": sm90_fwd_mutants,
     "sm90-bwd": sm90_bwd_mutants,
+    "sm90-bwd-wide": sm90_bwd_wide_mutants,
     "sm100-fwd": sm100_fwd_mutants,
 }
 JURIES = {
     "sm90-fwd": Jury,
     "sm90-bwd": lambda: Jury(BACKWARD_PROBLEMS, simulate=sm90_bwd.simulate_backward),
+    "sm90-bwd-wide": lambda: Jury(
+        WIDE_BACKWARD_PROBLEMS, simulate=sm90_bwd_wide.simulate_wide_backward
+    ),
     "sm100-fwd": lambda: Jury(SM100_PROBLEMS, simulate=sm100_fwd.simulate_forward),
 }
 

@@ -16,7 +16,7 @@ from flash4.sm90.fwd_ops import issue_mma, tma_load
 # Named barriers beside those of ``bwd_ops``.
 BARRIER_P = 8  # ``mma_v`` has put P
 BARRIER_DS = 9  # ``mma_k`` has written dS
-BARRIER_OWN_DS = 10  # the same, among its warps
+BARRIER_OWN_DS = 10  # the warps of ``mma_k`` have
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,8 @@ class WideExchange(Exchange):
         cute.arch.barrier(barrier_id=BARRIER_P, number_of_threads=EXCHANGE_THREADS)
 
     def post_ds(self):
-        """``mma_k``: dS is in shared memory, and its own warps may read it too."""
+        """``mma_k``: dS is in shared memory."""
         cute.arch.barrier_arrive(barrier_id=BARRIER_DS, number_of_threads=EXCHANGE_THREADS)
-        cute.arch.barrier(barrier_id=BARRIER_OWN_DS, number_of_threads=WARPGROUP)
 
     def wait_ds(self):
         """``mma_v``: wait for dS."""
@@ -132,6 +131,11 @@ class WideMmaOps(MmaOps):
         mine, box = self.in_box(P, self.sP)
         cute.autovec_copy(box, mine)
         return P
+
+    def ds(self, i, s, dp, do_slot):
+        """As in the narrow kernel; then all warps of this warpgroup may multiply it."""
+        super().ds(i, s, dp, do_slot)
+        cute.arch.barrier(barrier_id=BARRIER_OWN_DS, number_of_threads=WARPGROUP)
 
     def dq(self, i, k_slot):
         """Issue the first of this warpgroup's parts of dQ = dS K into a fresh accumulator."""
