@@ -157,7 +157,8 @@ BACKWARD_PROBLEMS = (
 WIDE_BACKWARD_PROBLEMS = (
     BackwardProblem(WideBackwardConfig(True, 128, 64, False, ctas=1), 300, 120),
     BackwardProblem(WideBackwardConfig(True, 192, 64, True), 150, 200, 2),
-    BackwardProblem(WideBackwardConfig(True, 128, 64, False, do_stages=2), 64, 300),
+    BackwardProblem(WideBackwardConfig(True, 256, 64, False, do_stages=2), 300, 150),
+    BackwardProblem(WideBackwardConfig(True, 128, 64, False), 64, 300),
     BackwardProblem(WideBackwardConfig(True, 192, 64, True, ordered=True), 200, 300, 1, 3),
 )
 

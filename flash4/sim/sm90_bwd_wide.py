@@ -100,6 +100,8 @@ class WideMmaOps(MmaOps):
         super().__init__(machine, call, prefix, group, regions, box)
         self._rows = slice(rank * MMA_ROWS, (rank + 1) * MMA_ROWS)
         self._parts = range(group, call.config.dq_parts, MMA_WARPGROUPS)
+        shape = (PART_WIDTH, call.config.tile_m)
+        self.rest = tuple(self._fragment("rest of dQ", *shape) for _ in self._parts[1:])
 
     def begin(self):
         """dK = dV = 0."""
@@ -126,25 +128,26 @@ class WideMmaOps(MmaOps):
 
     def dq(self, i, k_slot):
         """Issue the first of this warpgroup's parts of dQ = dS K into a fresh accumulator."""
-        return self._dq(i, k_slot, self._parts[0])
+        acc = self._fragment("dQ", PART_WIDTH, self._config.tile_m)
+        self._dq(i, k_slot, self._parts[0], acc)
+        return acc
 
     def dq_rest(self, i, k_slot):
-        """Issue the second, if there is one: none or one accumulator, and a group in any case."""
-        if len(self._parts) == 1:
+        """Issue the second into ``rest``, if there is one, and an empty group otherwise."""
+        for part, acc in zip(self._parts[1:], self.rest, strict=True):
+            self._dq(i, k_slot, part, acc)
+        if not self.rest:
             nothing = self._fragment("nothing", 1)
             self._queue.issue(nothing, lambda: np.zeros((MMA_ROWS, 1)), (), False, "nothing")
-        return tuple(self._dq(i, k_slot, part) for part in self._parts[1:])
 
-    def _dq(self, i, k_slot, part):
+    def _dq(self, i, k_slot, part, acc):
         width = slice(part * PART_WIDTH, (part + 1) * PART_WIDTH)
-        acc = self._fragment("dQ", PART_WIDTH, self._config.tile_m)
 
         def product(ds, keys):
             return matmul(ds.T, keys[:, width])
 
         ds = self._regions["ds", i % DS_STAGES, self._group]
         self._queue.issue(acc, product, (ds, k_slot.region), False, "dQ")
-        return acc
 
     def store_dk(self, tile):
         """Start the store of dK, scaled."""

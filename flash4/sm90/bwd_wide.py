@@ -42,6 +42,7 @@ from flash4.sm90.bwd_wide_ops import (
     WideLoadOps,
     WideMmaOps,
     WideReduceOps,
+    dq_accumulator,
     in_cta,
 )
 from flash4.sm90.bwd_wide_roles import WideBackwardRoles
@@ -168,7 +169,7 @@ class WideBackwardSm90(BackwardSm90):
         meet(c.ctas)
 
     def _parts_of_dq(self, mmas, fields, shared, place):
-        """The fields, with K^T of each part of dQ that the warpgroup multiplies."""
+        """The fields, with K^T of each part of dQ that the warpgroup multiplies, and accumulators of all but one."""
         one, group = mmas.dq.get_slice(0), place[1]
         transposed = permuted_view(shared.k, [1, 0, 2])
         parts = []
@@ -176,4 +177,6 @@ class WideBackwardSm90(BackwardSm90):
             part = cute.local_tile(transposed, (PART_WIDTH, MMA_ROWS, 1), (number, 0, 0))
             fragment = mmas.dq.make_fragment_B(one.partition_B(part))
             parts.append(fragment[None, None, None, 0])
-        return fields | {"tDQrK": tuple(parts)}
+        shape = dq_accumulator(self.config)
+        rest = tuple(cute.make_rmem_tensor(shape, Float32) for _ in parts[1:])
+        return fields | {"tDQrK": tuple(parts), "rest": rest}

@@ -111,6 +111,7 @@ class WideMmaOps(MmaOps):
 
     rank: object  # of this CTA: which keys of the tile
     sP: cute.Tensor  # (64 tile_m,) float32, in the order of the accumulator
+    rest: tuple  # none or one accumulator of dQ, which stays from one step to the next
 
     def key_group(self):
         """Which 64 keys of the tile are this CTA's."""
@@ -139,20 +140,20 @@ class WideMmaOps(MmaOps):
 
     def dq(self, i, k_slot):
         """Issue the first of this warpgroup's parts of dQ = dS K into a fresh accumulator."""
-        return self._dq(i, self.tDQrK[0])
+        dQ = cute.make_rmem_tensor(dq_accumulator(self.config), Float32)
+        self._dq(i, 0, dQ)
+        return dQ
 
     def dq_rest(self, i, k_slot):
-        """Issue the second, if there is one: none or one accumulator, and a group in any case."""
-        if len(self.tDQrK) == 1:
+        """Issue the second into ``rest``, if there is one, and an empty group otherwise."""
+        for number, dQ in enumerate(self.rest):
+            self._dq(i, number + 1, dQ)
+        if not self.rest:
             warpgroup.commit_group()
-        return tuple(self._dq(i, tDQrK) for tDQrK in self.tDQrK[1:])
 
-    def _dq(self, i, tDQrK):
-        groups = self.config.dq_floats // WARPGROUP // 4
-        dQ = cute.make_rmem_tensor(((2, 2, groups), 1, 1), Float32)
+    def _dq(self, i, number, dQ):
         tDQrDS = self.tDQrDS[None, None, None, i % DS_STAGES]
-        issue_mma(self.mma_dq, dQ, tDQrDS, tDQrK, False)
-        return dQ
+        issue_mma(self.mma_dq, dQ, tDQrDS, self.tDQrK[number], False)
 
     def store_dk(self, tile):
         """Start the store of dK, scaled; rows past the sequence are clipped."""
@@ -170,6 +171,11 @@ class WideMmaOps(MmaOps):
         if cute.arch.make_warp_uniform(self.thread // 32) == 0:
             self._store(tile, operand, sX)
             cute.arch.cp_async_bulk_commit_group()
+
+
+def dq_accumulator(config):
+    """Shape of a part of dQ in registers."""
+    return ((2, 2, config.dq_floats // WARPGROUP // 4), 1, 1)
 
 
 def in_cta(ctas: int) -> Int32:

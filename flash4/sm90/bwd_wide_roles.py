@@ -14,7 +14,10 @@ class WideBackwardRoles(BackwardRoles):
 
     @cute.jit
     def mma_v(self, ops, tiles, k_consumer, v_consumer, q_consumer, do_consumer, exchange, outbox):
-        """S^T, P, dV and the even parts of dQ. What ``mma_k`` does with P lies under dV."""
+        """S^T, P, dV and the even parts of dQ. What ``mma_k`` does with P lies under dV.
+
+        The second part waits for its box under the next S, whose accumulator has room beside it.
+        """
         tile = tiles.first()
         while tile.valid:
             ops.begin()  # dV = 0
@@ -24,6 +27,11 @@ class WideBackwardRoles(BackwardRoles):
                 for i in range(phase.begin, phase.end):
                     q_slot = q_consumer.wait_and_advance()
                     s = ops.s(k_slot, q_slot)  # S^T = K Q^T
+                    for rest in ops.rest:  # of the last step: none or one, unrolled
+                        if i > 0:
+                            outbox.acquire()
+                            ops.put_dq(rest)
+                            outbox.commit()
                     ops.wait_mma(0)  # S is there
                     ops.softmax(tile, i, s, q_slot, phase)  # P = exp(scale S - LSE)
                     q_slot.release()
@@ -32,19 +40,19 @@ class WideBackwardRoles(BackwardRoles):
                     do_slot = do_consumer.wait_and_advance()
                     ops.dv(do_slot)  # dV += P^T dO
                     exchange.wait_ds()
-                    first = ops.dq(i, k_slot)  # a part of dQ = dS K
-                    rest = ops.dq_rest(i, k_slot)  # another part, if there is one
+                    dq = ops.dq(i, k_slot)  # a part of dQ = dS K
+                    ops.dq_rest(i, k_slot)  # another, if there is one
                     ops.wait_mma(2)  # dV is there
                     do_slot.release()
                     ops.wait_mma(1)  # the first part is there
                     outbox.acquire()
-                    ops.put_dq(first)  # for ``reduce``
+                    ops.put_dq(dq)  # for ``reduce``
                     outbox.commit()
                     ops.wait_mma(0)
-                    for second in rest:
-                        outbox.acquire()
-                        ops.put_dq(second)
-                        outbox.commit()
+            for rest in ops.rest:
+                outbox.acquire()
+                ops.put_dq(rest)
+                outbox.commit()
             exchange.sync()  # nobody reads K and V any more
             ops.store_dv(tile)
             ops.wait_store()
@@ -69,20 +77,20 @@ class WideBackwardRoles(BackwardRoles):
                 ops.ds(i, p, dp, do_slot)  # dS = P (dP - D), to registers and shared memory
                 do_slot.release()
                 exchange.post_ds()
-                first = ops.dq(i, k_slot)  # a part of dQ = dS K
+                dq = ops.dq(i, k_slot)  # a part of dQ = dS K
                 q_slot = q_consumer.wait_and_advance()
                 ops.dk(q_slot)  # dK += dS^T Q
-                ops.wait_mma(1)  # the first part is there
+                ops.wait_mma(1)  # the part is there
                 outbox.acquire()
-                ops.put_dq(first)  # for ``reduce``
+                ops.put_dq(dq)  # for ``reduce``
                 outbox.commit()
-                rest = ops.dq_rest(i, k_slot)  # another part, if there is one
+                ops.dq_rest(i, k_slot)  # another, if there is one
                 ops.wait_mma(1)  # dK is there; Q is free
                 q_slot.release()
                 ops.wait_mma(0)
-                for second in rest:
+                for rest in ops.rest:  # none or one, unrolled
                     outbox.acquire()
-                    ops.put_dq(second)
+                    ops.put_dq(rest)
                     outbox.commit()
             exchange.sync()  # nobody reads K and V any more
             ops.store_dk(tile)
