@@ -69,9 +69,9 @@ def compiled():
 def products(config: WideBackwardConfig) -> tuple[int, int]:
     """WGMMAs that a step takes of ``mma_v`` and of ``mma_k``: each contracts 16 numbers."""
     over_queries, over_keys = config.tile_m // MMA_K, MMA_ROWS // MMA_K
-    of_v, of_k = (
-        over_keys * len(range(group, config.dq_parts, MMA_WARPGROUPS)) for group in (0, 1)
-    )
+    parts = [len(range(group, config.dq_parts, MMA_WARPGROUPS)) for group in (0, 1)]
+    # A group without a second part is committed all the same, for which ptxas takes a WGMMA of nothing.
+    of_v, of_k = (over_keys * count + (count == 1) for count in parts)
     of_v += config.tile_d // MMA_K + over_queries  # S, dV
     of_k += config.tile_dv // MMA_K + over_queries  # dP, dK
     return of_v, of_k
