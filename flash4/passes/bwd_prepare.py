@@ -18,7 +18,9 @@ class PrepareBackward:
     def __init__(self, config: PrepareConfig):
         self.config = config
         self.dtype = BFloat16 if config.bf16 else Float16
-        self.lanes = next(n for n in (8, 16, 32) if n * VECTOR >= config.tile_dv)  # threads of one row
+        self.lanes = next(
+            n for n in (8, 16, 32) if n * VECTOR >= config.tile_dv
+        )  # threads of one row
         self.rows = THREADS // self.lanes  # at a time
 
     def fake_arguments(self):

@@ -8,7 +8,14 @@ from cutlass.cute.nvgpu import warpgroup
 
 from flash4.common.graph import WARPGROUP
 from flash4.sm90.bwd_config import MMA_WARPGROUPS
-from flash4.sm90.bwd_ops import BARRIER_STORE, EXCHANGE_THREADS, Exchange, LoadOps, MmaOps, ReduceOps
+from flash4.sm90.bwd_ops import (
+    BARRIER_STORE,
+    EXCHANGE_THREADS,
+    Exchange,
+    LoadOps,
+    MmaOps,
+    ReduceOps,
+)
 from flash4.sm90.bwd_wide_config import DS_STAGES
 from flash4.sm90.fwd_config import MMA_ROWS
 from flash4.sm90.fwd_ops import issue_mma, tma_load

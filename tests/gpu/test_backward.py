@@ -208,7 +208,9 @@ TURNS = LARGE | {
     "d256 causal window": Problem(
         **D256, heads_kv=4, ratio=2, seqlen_q=3000, seqlen_k=3500, window_size=(400, 0)
     ),
-    "d192 window": Problem(**D192, heads_kv=8, seqlen_q=2000, seqlen_k=4000, window_size=(300, 200)),
+    "d192 window": Problem(
+        **D192, heads_kv=8, seqlen_q=2000, seqlen_k=4000, window_size=(300, 200)
+    ),
     "d256 everything": PROBLEMS["d256 everything"],
 }
 
