@@ -1,5 +1,6 @@
 """The role functions of the Hopper backward for head dims above 128, in plain Python; see ``test_bwd90_roles``."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flash4.common.fragments import accumulator_place, dq_place
 from flash4.jit.compile import compile_kernel
+from flash4.passes.bwd_config import passes_of
 from flash4.problem import AttentionProblem
 from flash4.sim.explore import explore
 from flash4.sim.sm90_bwd_wide import simulate_wide_backward, wide_machines
@@ -146,6 +149,25 @@ def test_without_turns_the_bits_of_dq_depend_on_the_order():
         for workers, seed in ((4, 0), (2, 1), (3, 2), (1, 3), (4, 4), (4, 5))
     ]
     assert any((dq != results[0]).any() for dq in results[1:])
+
+
+@pytest.mark.parametrize("tile_d", [128, 192, 256])
+def test_the_order_of_sums_is_what_the_last_kernel_reads(tile_d):
+    """Part after part, each as a warpgroup's accumulator lies in its box."""
+    config = WideBackwardConfig(True, tile_d, 64, False)
+    _, finish = passes_of(config, dlse=False)
+    numbers = itertools.product(range(config.dq_parts), range(8), range(128), range(4))
+    added = []
+    for part, group, thread, number in numbers:
+        row, column = accumulator_place(thread, group, number)
+        added.append((row, 64 * part + column))
+    read = [
+        dq_place(finish, half, thread, group, number)
+        for half, group, thread, number in itertools.product(
+            range(2), range(tile_d // 16), range(128), range(4)
+        )
+    ]
+    assert added == read
 
 
 def test_rows_without_keys_add_nothing():
