@@ -319,7 +319,7 @@ class MmaOps:
         values = s.values * (dp.values - do_slot.region.read()[:, -1])
         rounded = round_to_16_bit(values, self._config.bf16)
         self._ds.values[:] = rounded
-        self._regions["ds", i % STAGES, self._group].write(rounded)
+        self._regions["ds", i % self._config.ds_stages, self._group].write(rounded)
         self._machine.fence()
 
     def dv(self, do_slot):

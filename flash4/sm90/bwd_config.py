@@ -85,6 +85,11 @@ class BackwardConfig:
         return TILE_N
 
     @property
+    def ds_stages(self) -> int:
+        """Stages of dS: one step's is read while the next one's is written."""
+        return STAGES
+
+    @property
     def ctas(self) -> int:
         """CTAs that work on one tile."""
         return 1

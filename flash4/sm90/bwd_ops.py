@@ -17,7 +17,7 @@ from flash4.common.geometry import choose
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.kv_tiles import KvTileSchedule
 from flash4.common.numerics import LOG2E
-from flash4.sm90.bwd_config import STAGES, TILE_N, BackwardConfig
+from flash4.sm90.bwd_config import TILE_N, BackwardConfig
 from flash4.sm90.fwd_config import MMA_ROWS
 from flash4.sm90.fwd_ops import Operand, element, issue_mma, rows_of, tma_load
 
@@ -330,7 +330,7 @@ class MmaOps:
         """Issue this warpgroup's part of dQ = dS K, or of its transpose, into a fresh accumulator."""
         c = self.config
         dQ = cute.make_rmem_tensor(((2, 2, c.dq_floats // WARPGROUP // 4), 1, 1), Float32)
-        tDQrDS = self.tDQrDS[None, None, None, i % STAGES]
+        tDQrDS = self.tDQrDS[None, None, None, i % self.config.ds_stages]
         tDQrK = self.tDQrK[None, None, None, 0]
         a, b = (tDQrK, tDQrDS) if c.swap_dq else (tDQrDS, tDQrK)
         issue_mma(self.mma_dq, dQ, a, b, False)
@@ -424,7 +424,7 @@ class MmaOps:
         dS = cute.make_tensor(self.tDKrDS.iterator, dp.layout)
         dS.store(dp.load().to(element(c)))
         r2s = self._store_copy(self.mma_s, transposed=True)
-        target = r2s.partition_D(self.sDS)[None, None, None, i % STAGES]
+        target = r2s.partition_D(self.sDS)[None, None, None, i % self.config.ds_stages]
         cute.copy(r2s, r2s.retile(dS), target)
         cute.arch.fence_proxy("async.shared", space="cta")
 

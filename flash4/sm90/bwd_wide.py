@@ -15,9 +15,12 @@ Per step, one block of 64 queries of one head, in each CTA of a cluster with 64 
 Config and graph are in ``bwd_wide_config``, the schedule in ``bwd_wide_roles``, its verbs in ``bwd_wide_ops``.
 """
 
+from dataclasses import dataclass
+
+import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -35,9 +38,12 @@ from flash4.sm90.bwd import (
     TiledMmas,
 )
 from flash4.sm90.bwd_config import MMA_WARPGROUPS
+from flash4.sm90.bwd_joint_roles import JointBackwardRoles
 from flash4.sm90.bwd_ops import Inbox, Outbox
-from flash4.sm90.bwd_wide_config import DS_STAGES, PART_WIDTH
+from flash4.sm90.bwd_wide_config import PART_WIDTH
 from flash4.sm90.bwd_wide_ops import (
+    JointExchange,
+    JointMmaOps,
     WideExchange,
     WideLoadOps,
     WideMmaOps,
@@ -46,14 +52,41 @@ from flash4.sm90.bwd_wide_ops import (
     in_cta,
 )
 from flash4.sm90.bwd_wide_roles import WideBackwardRoles
-from flash4.sm90.fwd_config import MMA_ROWS
+from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS
 from flash4.sm90.fwd_ops import Operand, element, meet
+
+
+@dataclass(frozen=True)
+class WideOperands(Operands):
+    """The same, and the other CTA's part of K, if it is needed."""
+
+    peer_k: object
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an MMA role runs.
+
+    Attributes:
+        thread: in the warpgroup.
+        group: warpgroup; 0 is ``mma_v``.
+        rank: of the CTA.
+    """
+
+    thread: Int32
+    group: int
+    rank: object
 
 
 class WideBackwardSm90(BackwardSm90):
     """One Hopper backward kernel for head dims above 128; see the module docstring for its pipeline."""
 
     schedule = WideBackwardRoles
+
+    def __init__(self, config):
+        super().__init__(config)
+        if config.joint:
+            self.roles = JointBackwardRoles()
 
     def _operands(self, tensors):
         """TMA descriptors of q, k, v, do, dk and dv."""
@@ -73,7 +106,18 @@ class WideBackwardSm90(BackwardSm90):
             one = cute.slice_(layouts[name], (None, None, 0))
             view = permuted_view(tensor, [1, 3, 2, 0])
             operands.append(Operand(*cpasync.make_tiled_tma_atom(op, view, one, box, ctas)))
-        return Operands(*operands)
+        peer_k = None
+        if c.joint:
+            box, view = (MMA_ROWS, c.tile_d // 2), permuted_view(tensors[1], [1, 3, 2, 0])
+            one = cute.slice_(self._peer_layouts()[0], (None, None, 0))
+            peer_k = Operand(*cpasync.make_tiled_tma_atom(load, view, one, box))
+        return WideOperands(*operands, peer_k)
+
+    def _peer_layouts(self):
+        """Swizzled layouts of the other CTA's K, half of its head dims, and of its dS."""
+        c, dtype = self.config, element(self.config)
+        shapes = ((MMA_ROWS, 1, c.tile_d // 2), (c.tile_m, 1, MMA_ROWS))
+        return [hopper.make_smem_layout_a(ROW, shape, dtype, 1) for shape in shapes]
 
     def _tiled_mmas(self):
         """Products by one warpgroup: S^T or dP^T, dK or dV, and a part of dQ."""
@@ -105,7 +149,7 @@ class WideBackwardSm90(BackwardSm90):
             "k": rows(MMA_ROWS, c.tile_d, 1),
             "v": rows(MMA_ROWS, c.tile_dv, 1),
             "do": rows(c.tile_m, c.tile_dv, c.do_stages),
-            "ds": rows(c.tile_m, MMA_ROWS, DS_STAGES),
+            "ds": rows(c.tile_m, MMA_ROWS, c.ds_stages),
             "dk": hopper.make_smem_layout_epi(dtype, ROW, (MMA_ROWS, c.tile_d), 1),
             "dv": hopper.make_smem_layout_epi(dtype, ROW, (MMA_ROWS, c.tile_dv), 1),
         }
@@ -128,11 +172,14 @@ class WideBackwardSm90(BackwardSm90):
         shared = self._shared(pointers)
         p_floats = cute.make_layout(c.tile_m * MMA_ROWS)
         sP = cute.make_tensor(cute.recast_ptr(pointers["p"], dtype=Float32), p_floats)
+        peer = self._peer_tensors(pointers)
         lane = opaque(thread)  # ptxas would read the lane id anew for every release in the loop
         k_producer, k_consumer = self._open_ring(smem, "k", lane)
         v_producer, v_consumer = self._open_ring(smem, "v", lane)
         q_producer, q_consumer = self._open_ring(smem, "q", lane)
         do_producer, do_consumer = self._open_ring(smem, "do", lane)
+        exchange = self._exchange(smem, pointers, thread, rank)
+        exchange.open(thread)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         meet(c.ctas)
@@ -146,7 +193,8 @@ class WideBackwardSm90(BackwardSm90):
         if group == 0:
             cute.arch.setmaxregister_decrease(load.registers)
             if warp == 0:
-                ops = self._load_ops(operands, run_time, tiles, shared, WideLoadOps, rank=rank)
+                more = {"rank": rank, "peer_k": operands.peer_k, "sPeerK": peer[0]}
+                ops = self._load_ops(operands, run_time, tiles, shared, WideLoadOps, **more)
                 self.roles.load(ops, tiles, k_producer, v_producer, q_producer, do_producer)
             first = reduce.first_warp
             if (warp >= first) & (warp < first + reduce.active_warps):
@@ -156,27 +204,65 @@ class WideBackwardSm90(BackwardSm90):
                 self.roles.reduce(ops, tiles, Inbox(mine))
         elif group == 1:
             cute.arch.setmaxregister_increase(mma_v.registers)
-            place = (thread % WARPGROUP, 0, 0)
-            fields = self._mma_fields(mmas, operands, run_time, tiles, shared, place)
-            ops = WideMmaOps(**self._parts_of_dq(mmas, fields, shared, place), rank=rank, sP=sP)
-            self.roles.mma_v(ops, tiles, *ends, WideExchange(), Outbox(0))
+            place = Place(thread % WARPGROUP, 0, rank)
+            fields = self._mma_fields(
+                mmas, operands, run_time, tiles, shared, (place.thread, place.group, 0)
+            )
+            ops = self._wide_ops(mmas, fields, shared, (sP, *peer), place)
+            self.roles.mma_v(ops, tiles, *ends, exchange, Outbox(0))
         else:
             cute.arch.setmaxregister_increase(mma_k.registers)
-            place = (thread % WARPGROUP, 1, 0)
-            fields = self._mma_fields(mmas, operands, run_time, tiles, shared, place)
-            ops = WideMmaOps(**self._parts_of_dq(mmas, fields, shared, place), rank=rank, sP=sP)
-            self.roles.mma_k(ops, tiles, *ends, WideExchange(), Outbox(1))
+            place = Place(thread % WARPGROUP, 1, rank)
+            fields = self._mma_fields(
+                mmas, operands, run_time, tiles, shared, (place.thread, place.group, 0)
+            )
+            ops = self._wide_ops(mmas, fields, shared, (sP, *peer), place)
+            self.roles.mma_k(ops, tiles, *ends, exchange, Outbox(1))
         meet(c.ctas)
 
-    def _parts_of_dq(self, mmas, fields, shared, place):
-        """The fields, with K^T of each part of dQ that the warpgroup multiplies, and accumulators of all but one."""
-        one, group = mmas.dq.get_slice(0), place[1]
-        transposed = permuted_view(shared.k, [1, 0, 2])
-        parts = []
-        for number in range(group, self.config.dq_parts, MMA_WARPGROUPS):
-            part = cute.local_tile(transposed, (PART_WIDTH, MMA_ROWS, 1), (number, 0, 0))
-            fragment = mmas.dq.make_fragment_B(one.partition_B(part))
-            parts.append(fragment[None, None, None, 0])
-        shape = dq_accumulator(self.config)
-        rest = tuple(cute.make_rmem_tensor(shape, Float32) for _ in parts[1:])
-        return fields | {"tDQrK": tuple(parts), "rest": rest}
+    def _peer_tensors(self, pointers):
+        """K and dS of the other CTA in shared memory: behind its own."""
+        c, dtype, tensors = self.config, element(self.config), []
+        if not c.joint:
+            return None, None
+        own = (MMA_ROWS * c.tile_d, c.tile_m * MMA_ROWS)
+        for name, size, layout in zip(("k", "ds"), own, self._peer_layouts(), strict=True):
+            pointer = pointers[name] + size * ELEMENT_BYTES
+            pointer = cute.recast_ptr(pointer, swizzle_=layout.inner, dtype=dtype)
+            tensors.append(cute.make_tensor(pointer, layout.outer))
+        return tuple(tensors)
+
+    def _exchange(self, smem, pointers, thread, rank):
+        """What the MMA warpgroups tell each other, and the CTAs."""
+        c = self.config
+        if not c.joint:
+            return WideExchange()
+        nbytes = c.tile_m * MMA_ROWS * ELEMENT_BYTES
+        full, empty = (smem.allocate_array(cutlass.Int64, 1) for _ in range(2))
+        places = (pointers["ds"], pointers["ds"] + nbytes)
+        return JointExchange(full, empty, *places, 1 - rank, thread % WARPGROUP, nbytes)
+
+    def _wide_ops(self, mmas, fields, shared, tensors, place):
+        """Verbs of an MMA role, with K^T of what the warpgroup multiplies of dQ, and accumulators that stay."""
+        c, (sP, sPeerK, sPeerDS) = self.config, tensors
+        one, shape = mmas.dq.get_slice(0), dq_accumulator(c)
+
+        def keys(sK, number):
+            part = cute.local_tile(
+                permuted_view(sK, [1, 0, 2]), (PART_WIDTH, MMA_ROWS, 1), (number, 0, 0)
+            )
+            return mmas.dq.make_fragment_B(one.partition_B(part))[None, None, None, 0]
+
+        fields = fields | {"rank": place.rank, "sP": sP}
+        if c.joint:
+            own = keys(shared.k, place.rank * MMA_WARPGROUPS + place.group)
+            return JointMmaOps(
+                **fields | {"tDQrK": (own,), "rest": ()},
+                acc=cute.make_rmem_tensor(shape, Float32),
+                tDQrPeerDS=mmas.dq.make_fragment_A(one.partition_A(sPeerDS)),
+                tDQrPeerK=keys(sPeerK, place.group),
+            )
+        numbers = range(place.group, c.dq_parts, MMA_WARPGROUPS)
+        rest = tuple(cute.make_rmem_tensor(shape, Float32) for _ in numbers[1:])
+        parts = tuple(keys(shared.k, number) for number in numbers)
+        return WideMmaOps(**fields | {"tDQrK": parts, "rest": rest})

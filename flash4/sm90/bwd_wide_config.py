@@ -16,7 +16,6 @@ from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS, SMEM_ALIGN, SMEM_LIM
 
 MAX_HEAD_DIM = 256
 PART_WIDTH = 64  # head dims of dQ that a warpgroup multiplies at a time
-DS_STAGES = 2
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,7 @@ class WideBackwardConfig:
         ctas: CTAs of a cluster that share a tile: 64 keys each, and every block of queries is loaded once for all.
         q_stages: slots of Q.
         do_stages: slots of dO.
+        joint: the two CTAs send each other dS, and each adds up half of the head dims of dQ over the keys of both.
         left: as in ``BackwardConfig``, like all that follow.
         right: a window limits the keys after a query's own position.
         softcap: scores are capped.
@@ -45,6 +45,7 @@ class WideBackwardConfig:
     ctas: int = 2
     q_stages: int = 2
     do_stages: int = 1
+    joint: bool = False
     left: bool = False
     right: bool = False
     softcap: bool = False
@@ -61,6 +62,10 @@ class WideBackwardConfig:
             raise ValueError(f"tile_d is {self.tile_d}; each warpgroup needs {PART_WIDTH} of it")
         if self.ctas not in (1, 2):
             raise ValueError(f"ctas is {self.ctas}; supported are 1 and 2")
+        if self.joint and (self.ctas != 2 or self.dq_parts != 4 or self.ordered):
+            raise ValueError(
+                f"joint with {self.ctas} CTAs, tile_d {self.tile_d}, ordered {self.ordered}; it needs 2, 256, and no order"
+            )
         if self.causal and self.right:
             raise ValueError("causal and right exclude each other: causal is a right side of 0")
 
@@ -91,13 +96,24 @@ class WideBackwardConfig:
 
     @property
     def dq_shape(self) -> tuple[int, int]:
-        """(queries, head dims) of a part."""
-        return self.tile_m, PART_WIDTH
+        """(queries, head dims) of what a warpgroup's box holds: a part, or half of one."""
+        return self.tile_m, PART_WIDTH // (2 if self.joint else 1)
 
     @property
     def dq_floats(self) -> int:
-        """Numbers in a part, and in a warpgroup's box."""
-        return self.tile_m * PART_WIDTH
+        """Numbers in a warpgroup's box."""
+        queries, head_dims = self.dq_shape
+        return queries * head_dims
+
+    @property
+    def ds_stages(self) -> int:
+        """Stages of dS."""
+        return 1 if self.joint else 2
+
+    @property
+    def peer_k_bytes(self) -> int:
+        """Bytes of the other CTA's keys, of half of their head dims."""
+        return MMA_ROWS * self.tile_d // 2 * ELEMENT_BYTES if self.joint else 0
 
     @property
     def statistics_bytes(self) -> int:
@@ -146,15 +162,15 @@ class WideBackwardConfig:
         return PipelineGraph(
             roles=(load, reduce, mma_v, mma_k),
             rings=(
-                Ring("k", load, mma, 1, k_bytes),
+                Ring("k", load, mma, 1, k_bytes + self.peer_k_bytes),
                 Ring("v", load, mma, 1, v_bytes),
                 Ring("q", load, mma, self.q_stages, q_slot, self.ctas),
                 Ring("do", load, mma, self.do_stages, do_slot, self.ctas),
             ),
             buffers=(
-                Buffer("k", k_bytes),
+                Buffer("k", k_bytes + self.peer_k_bytes),
                 Buffer("v", v_bytes),
-                Buffer("ds", DS_STAGES * self.tile_m * MMA_ROWS * ELEMENT_BYTES),
+                Buffer("ds", 2 * self.tile_m * MMA_ROWS * ELEMENT_BYTES),  # stages, or the other CTA's
                 Buffer("p", self.tile_m * MMA_ROWS * FLOAT_BYTES),  # from mma_v to mma_k
                 Buffer("dq", MMA_WARPGROUPS * self.dq_floats * FLOAT_BYTES),
                 Buffer("q", self.q_stages * q_slot),  # tiles, then LSE of each

@@ -6,7 +6,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from flash4.common.graph import WARPGROUP
+from flash4.common.dsl import inline_ptx
+from flash4.common.graph import WARP, WARPGROUP
 from flash4.sm90.bwd_config import MMA_WARPGROUPS
 from flash4.sm90.bwd_ops import (
     BARRIER_STORE,
@@ -16,19 +17,23 @@ from flash4.sm90.bwd_ops import (
     MmaOps,
     ReduceOps,
 )
-from flash4.sm90.bwd_wide_config import DS_STAGES
+from flash4.sm90.bwd_wide_config import PART_WIDTH
 from flash4.sm90.fwd_config import MMA_ROWS
 from flash4.sm90.fwd_ops import issue_mma, tma_load
 
 # Named barriers beside those of ``bwd_ops``.
 BARRIER_P = 8  # ``mma_v`` has put P
 BARRIER_DS = 9  # ``mma_k`` has written dS
+MMA_WARPS = EXCHANGE_THREADS // WARP
 BARRIER_OWN_DS = 10  # the warps of ``mma_k`` have
 
 
 @dataclass(frozen=True)
 class WideExchange(Exchange):
     """What the MMA warpgroups tell each other; their whole meeting is as in the narrow kernel."""
+
+    def open(self, thread):
+        """Nothing to set up."""
 
     def post_p(self):
         """``mma_v``: P is in its box."""
@@ -52,12 +57,19 @@ class WideLoadOps(LoadOps):
     """Verbs of the ``load`` role: keys of this CTA, and its part of the queries for all CTAs."""
 
     rank: object  # of this CTA among those that share a tile
+    peer_k: object  # half of the head dims of K, (S, D, heads_kv, B); None unless ``joint``
+    sPeerK: object  # (64, tile_d / 2, 1)
 
     def load_k(self, tile, slot):
         """Fill the K slot with this CTA's keys; rows past the sequence become zero."""
         mK = self.k.tensor[None, None, tile.head_kv, tile.batch]
         gK = cute.local_tile(mK, (MMA_ROWS, self.config.tile_d), (self._rows(tile), 0))
         tma_load(self.k.atom, gK, self.sK, slot)
+        if self.config.joint:
+            mK = self.peer_k.tensor[None, None, tile.head_kv, tile.batch]
+            place = (tile.n_block * self.config.ctas + 1 - self.rank, self.rank)
+            gK = cute.local_tile(mK, (MMA_ROWS, self.config.tile_d // 2), place)
+            tma_load(self.peer_k.atom, gK, self.sPeerK, slot)
 
     def load_v(self, tile, slot):
         """Fill the V slot with this CTA's values."""
@@ -99,7 +111,9 @@ class WideReduceOps(ReduceOps):
 
     @property
     def parts(self):
-        """Parts of each dQ that the warpgroup multiplies."""
+        """What of each dQ comes through the box: parts, or halves of one."""
+        if self.config.joint:
+            return 2
         return (self.config.dq_parts + 1 - self.warpgroup) // MMA_WARPGROUPS
 
     def rank_of_addition(self, tile, i):
@@ -109,6 +123,8 @@ class WideReduceOps(ReduceOps):
     def add_dq(self, tile, i, part):
         """Accumulator += box, for a part of the head dims of step ``i``."""
         number = part * MMA_WARPGROUPS + self.warpgroup
+        if self.config.joint:
+            number = (self.rank * MMA_WARPGROUPS + self.warpgroup) * 2 + part
         self.add_to_sums(tile, i, number * self.config.dq_floats)
 
 
@@ -159,7 +175,7 @@ class WideMmaOps(MmaOps):
             warpgroup.commit_group()
 
     def _dq(self, i, number, dQ):
-        tDQrDS = self.tDQrDS[None, None, None, i % DS_STAGES]
+        tDQrDS = self.tDQrDS[None, None, None, i % self.config.ds_stages]
         issue_mma(self.mma_dq, dQ, tDQrDS, self.tDQrK[number], False)
 
     def store_dk(self, tile):
@@ -180,9 +196,102 @@ class WideMmaOps(MmaOps):
             cute.arch.cp_async_bulk_commit_group()
 
 
+@dataclass(frozen=True)
+class JointExchange(WideExchange):
+    """What the CTAs tell each other, besides: dS of a step, and that it has been read."""
+
+    full: object  # mbarrier: the other's dS has arrived
+    empty: object  # mbarrier: the other CTA has read this one's
+    ds: object  # pointer: this CTA's dS
+    peer_ds: object  # pointer: where the other's arrives
+    peer: Int32  # rank of the other CTA
+    thread: Int32  # in the warpgroup
+    nbytes: int
+
+    def open(self, thread):
+        """Set up the barriers, as thread ``thread`` of the CTA."""
+        self._open(thread)
+
+    @cute.jit
+    def _open(self, thread):
+        if thread == 0:
+            cute.arch.mbarrier_init(self.full, 1)
+            cute.arch.mbarrier_init(self.empty, MMA_WARPS)
+
+    def wait_peer(self, count):
+        """Wait for the other CTA's dS of step ``count``."""
+        cute.arch.mbarrier_wait(self.full, count & 1)
+
+    def release_peer(self):
+        """This warp has read it: say so to the other CTA."""
+        inline_ptx(
+            None,
+            "r,r,~{memory}",
+            "{ .reg .pred p; .reg .b32 b; elect.sync _|p, 0xffffffff; mapa.shared::cluster.u32 b, $0, $1; "
+            "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [b]; }",
+            Int32(self.empty.toint()),
+            Int32(self.peer),
+            side_effects=True,
+        )
+
+    def acquire_ds(self, count):
+        """Wait until the other CTA has read what was sent before step ``count``."""
+        cute.arch.mbarrier_wait(self.empty, (count + 1) & 1)
+
+    @cute.jit
+    def send_ds(self):
+        """Copy dS to the other CTA, and expect as much from it."""
+        if cute.arch.make_warp_uniform(self.thread // WARP) == 0:
+            inline_ptx(
+                None,
+                "r,r,r,r,r,~{memory}",
+                "{ .reg .pred p; .reg .b32 d, b; elect.sync _|p, 0xffffffff; "
+                "mapa.shared::cluster.u32 d, $0, $4; mapa.shared::cluster.u32 b, $3, $4; "
+                "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$3], $2; "
+                "@p cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [d], [$1], $2, [b]; }",
+                Int32(self.peer_ds.toint()),
+                Int32(self.ds.toint()),
+                Int32(self.nbytes),
+                Int32(self.full.toint()),
+                Int32(self.peer),
+                side_effects=True,
+            )
+
+
+@dataclass(frozen=True)
+class JointMmaOps(WideMmaOps):
+    """Verbs of the roles ``mma_v`` and ``mma_k`` where CTAs add dQ up together: one part, whose halves go out in turns."""
+
+    acc: cute.Tensor  # ((2, 2, 8), 1, 1), float32: dQ
+    tDQrPeerDS: cute.Tensor  # (MMA, MMA_M, MMA_K, 1): the other CTA's dS
+    tDQrPeerK: cute.Tensor  # (MMA, MMA_N, MMA_K): the other CTA's keys
+
+    def dq(self, i, k_slot):
+        """Issue dQ = dS K over this CTA's keys."""
+        self._dq(i, 0, self.acc)
+
+    def dq_of_peer(self, k_slot):
+        """Issue dQ += dS K over the other's."""
+        a = self.tDQrPeerDS[None, None, None, 0]
+        issue_mma(self.mma_dq, self.acc, a, self.tDQrPeerK, True)
+
+    def put_first_half(self):
+        """The first 32 head dims: registers -> box."""
+        self._put_half(0)
+
+    def put_second_half(self):
+        """The others."""
+        self._put_half(1)
+
+    def _put_half(self, number):
+        size = cute.size(self.acc) // 2
+        half = cute.make_tensor(self.acc.iterator + number * size, cute.make_layout(size))
+        self.put_floats(half, self.sDQ)
+
+
 def dq_accumulator(config):
     """Shape of a part of dQ in registers."""
-    return ((2, 2, config.dq_floats // WARPGROUP // 4), 1, 1)
+    return ((2, 2, config.tile_m * PART_WIDTH // WARPGROUP // 4), 1, 1)
 
 
 def in_cta(ctas: int) -> Int32:
