@@ -21,7 +21,7 @@ from flash4.sim.cluster import arrive_at
 from flash4.sim.machine import Hazard
 from flash4.sim.rings import Ring, SharedRing
 from flash4.sim.sm90_fwd import Variation, round_to_16_bit, simulate_forward
-from flash4.sm90 import bwd_roles, bwd_wide_roles, fwd_roles
+from flash4.sm90 import bwd_joint_roles, bwd_roles, bwd_wide_roles, fwd_roles
 from flash4.sm90.bwd_config import BackwardConfig
 from flash4.sm90.bwd_wide_config import WideBackwardConfig
 from flash4.sm90.fwd_config import ForwardConfig
@@ -33,6 +33,7 @@ DROPPED = {
     *("post", "tail"),  # of signals and rings on Blackwell
     *("sync", "acquire", "wait_read", "wait_turn", "pass_turn", "drain"),  # of the backward
     *("post_p", "wait_p", "post_ds", "wait_ds"),  # of the wide one
+    *("wait_peer", "release_peer", "acquire_ds"),  # and of its pairs of CTAs
 }
 UNWAITED = {
     "acquire_and_advance",
@@ -160,6 +161,11 @@ WIDE_BACKWARD_PROBLEMS = (
     BackwardProblem(WideBackwardConfig(True, 256, 64, False, do_stages=2), 300, 150),
     BackwardProblem(WideBackwardConfig(True, 128, 64, False), 64, 300),
     BackwardProblem(WideBackwardConfig(True, 192, 64, True, ordered=True), 200, 300, 1, 3),
+)
+
+JOINT_BACKWARD_PROBLEMS = (
+    BackwardProblem(WideBackwardConfig(True, 256, 64, False, joint=True), 300, 200),
+    BackwardProblem(WideBackwardConfig(True, 256, 64, True, joint=True), 150, 200, 2),
 )
 
 
@@ -401,6 +407,15 @@ def sm90_bwd_wide_mutants() -> list[Mutant]:
     return found + list(miscounts(("load", "mma_v", "mma_k"), vary))
 
 
+def sm90_bwd_joint_mutants() -> list[Mutant]:
+    """Those of the wide Hopper backward's roles whose CTAs add dQ up together."""
+    source, path = inspect.getsource(bwd_joint_roles), bwd_joint_roles.__file__
+    vary = sm90_bwd_wide.WideVariation
+    found = list(mutants_of_source(source, path, "JointBackwardRoles", vary))
+    vary = functools.partial(vary, bwd_joint_roles.JointBackwardRoles)
+    return found + list(miscounts(("mma_v", "mma_k"), vary))
+
+
 def miscounts(roles, vary: Callable) -> Iterator[Mutant]:
     """Mutants of a backward whose ends have too many or too few slots."""
     for role in roles:
@@ -442,6 +457,7 @@ KERNELS = {
     "sm90-fwd": sm90_fwd_mutants,
     "sm90-bwd": sm90_bwd_mutants,
     "sm90-bwd-wide": sm90_bwd_wide_mutants,
+    "sm90-bwd-joint": sm90_bwd_joint_mutants,
     "sm100-fwd": sm100_fwd_mutants,
 }
 JURIES = {
@@ -449,6 +465,9 @@ JURIES = {
     "sm90-bwd": lambda: Jury(BACKWARD_PROBLEMS, simulate=sm90_bwd.simulate_backward),
     "sm90-bwd-wide": lambda: Jury(
         WIDE_BACKWARD_PROBLEMS, simulate=sm90_bwd_wide.simulate_wide_backward
+    ),
+    "sm90-bwd-joint": lambda: Jury(
+        JOINT_BACKWARD_PROBLEMS, simulate=sm90_bwd_wide.simulate_wide_backward
     ),
     "sm100-fwd": lambda: Jury(SM100_PROBLEMS, simulate=sm100_fwd.simulate_forward),
 }

@@ -170,7 +170,9 @@ class WideBackwardConfig:
             buffers=(
                 Buffer("k", k_bytes + self.peer_k_bytes),
                 Buffer("v", v_bytes),
-                Buffer("ds", 2 * self.tile_m * MMA_ROWS * ELEMENT_BYTES),  # stages, or the other CTA's
+                Buffer(
+                    "ds", 2 * self.tile_m * MMA_ROWS * ELEMENT_BYTES
+                ),  # stages, or the other CTA's
                 Buffer("p", self.tile_m * MMA_ROWS * FLOAT_BYTES),  # from mma_v to mma_k
                 Buffer("dq", MMA_WARPGROUPS * self.dq_floats * FLOAT_BYTES),
                 Buffer("q", self.q_stages * q_slot),  # tiles, then LSE of each

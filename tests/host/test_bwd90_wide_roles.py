@@ -35,8 +35,9 @@ KINDS = (
     (192, 192, False, True),
 )
 CONFIGS = [(shipped(*kind), *kind[:2]) for kind in KINDS]
-# Not shipped, but supported: one CTA to a tile.
-CONFIGS += [(replace(shipped(192, 128), ctas=1), 192, 128)]
+# Not shipped, but supported: one CTA to a tile, and two that add dQ up together.
+JOINT = replace(shipped(256, 128), joint=True, do_stages=1)
+CONFIGS += [(replace(shipped(192, 128), ctas=1), 192, 128), (JOINT, 256, 128)]
 
 
 def test_the_configs_cover_what_can_differ():
@@ -44,6 +45,7 @@ def test_the_configs_cover_what_can_differ():
     assert {config.dq_parts for config in configs} == {2, 3, 4}
     assert {config.do_stages for config in configs} == {1, 2}
     assert {config.ctas for config in configs} == {1, 2}
+    assert {config.joint for config in configs} == {False, True}
 
 
 @pytest.mark.parametrize("index", range(len(CONFIGS)), ids=lambda i: f"{i}-{CONFIGS[i][1:]}")
@@ -63,7 +65,7 @@ def cases(draw):
         window = (window[0], None)
     limited = {"left": window[0] is not None, "right": window[1] is not None}
     features = {"softcap": softcap != 0, "alibi": draw(st.sampled_from((False, False, True)))}
-    features["ordered"] = draw(st.sampled_from((False, False, True)))
+    features["ordered"] = not config.joint and draw(st.sampled_from((False, False, True)))
     return Case(
         replace(config, causal=causal, **limited, **features),
         draw(st.sampled_from((head_dim, 8 * draw(st.integers(1, head_dim // 8))))),
@@ -92,6 +94,8 @@ def test_numbers_of_random_problems(case, seed):
 def test_windows(window):
     facts = {"window_left": window[0] is not None, "window_right": window[1] is not None}
     run(Case(shipped(192, 128, **facts), 192, 128, 1, 200, 500, 1, 2, window_size=window))
+    joint = replace(JOINT, left=window[0] is not None, right=window[1] is not None)
+    run(Case(joint, 256, 128, 1, 200, 500, 1, 2, window_size=window))
 
 
 @pytest.mark.parametrize("softcap", [0.0, 10.0])
@@ -216,6 +220,8 @@ def test_steps_do_not_depend_on_the_order():
         ({"tile_dv": 320}, "multiples of 64 up to 256"),
         ({"tile_d": 64}, "each warpgroup needs 64"),
         ({"ctas": 3}, "supported are 1 and 2"),
+        ({"joint": True}, "it needs 2, 256, and no order"),
+        ({"joint": True, "tile_d": 256, "ordered": True}, "it needs 2, 256, and no order"),
         ({"causal": True, "right": True}, "exclude each other"),
     ],
 )

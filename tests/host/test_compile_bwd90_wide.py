@@ -15,6 +15,7 @@ from flash4.jit import compile as jit_compile
 from flash4.passes.bwd_config import FINISH, PREPARE, passes_of
 from flash4.problem import AttentionProblem
 from flash4.sm90.bwd_config import MMA_WARPGROUPS
+from flash4.sm90.bwd_joint_roles import JointBackwardRoles
 from flash4.sm90.bwd_wide_config import WideBackwardConfig, choose_config
 from flash4.sm90.bwd_wide_roles import WideBackwardRoles
 from flash4.sm90.fwd_config import MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT
@@ -58,6 +59,10 @@ CONFIGS = {
     )
 }
 CONFIGS["256/256 full, one CTA"] = replace(CONFIGS["256/256 full"], ctas=1)
+CONFIGS |= {
+    f"{name}, joint": replace(CONFIGS[name], joint=True)
+    for name in ("256/256 full", "256/256 causal", "256/256 everything", "256/64 causal")
+}
 TOO_LARGE = WideBackwardConfig(True, 256, 256, True, do_stages=2)
 
 
@@ -70,6 +75,8 @@ def products(config: WideBackwardConfig) -> tuple[int, int]:
     """WGMMAs that a step takes of ``mma_v`` and of ``mma_k``: each contracts 16 numbers."""
     over_queries, over_keys = config.tile_m // MMA_K, MMA_ROWS // MMA_K
     parts = [len(range(group, config.dq_parts, MMA_WARPGROUPS)) for group in (0, 1)]
+    if config.joint:
+        parts = [2, 2]  # one, over the keys of both CTAs
     # A group without a second part is committed all the same, for which ptxas takes a WGMMA of nothing.
     of_v, of_k = (over_keys * count + (count == 1) for count in parts)
     of_v += config.tile_d // MMA_K + over_queries  # S, dV
@@ -83,8 +90,8 @@ def test_resources(name, compiled):
     assert found.spill_loads == found.spill_stores == 0, f"spills: {found}"
     assert not found.serialised, f"MMAs are serialised: {found}"
     phases = PHASES + config.left  # ``mma_k`` has no masks
-    waits = calls(WideBackwardRoles.mma_v, phases)["wait_mma"]
-    waits += calls(WideBackwardRoles.mma_k, 1)["wait_mma"]
+    roles = JointBackwardRoles if config.joint else WideBackwardRoles
+    waits = calls(roles.mma_v, phases)["wait_mma"] + calls(roles.mma_k, 1)["wait_mma"]
     of_v, of_k = products(config)
     exponentials = config.tile_m * MMA_ROWS // 128 * (1 + config.softcap)
     assert found.waits == waits, found
