@@ -165,7 +165,7 @@ WIDE_BACKWARD_PROBLEMS = (
 
 JOINT_BACKWARD_PROBLEMS = (
     BackwardProblem(WideBackwardConfig(True, 256, 64, False, joint=True), 300, 200),
-    BackwardProblem(WideBackwardConfig(True, 256, 64, True, joint=True), 150, 200, 2),
+    BackwardProblem(WideBackwardConfig(True, 256, 64, True, joint=True, do_stages=2), 250, 200, 2),
 )
 
 

@@ -228,7 +228,7 @@ class JointExchange(WideExchange):
             None,
             "r,r,~{memory}",
             "{ .reg .pred p; .reg .b32 b; elect.sync _|p, 0xffffffff; mapa.shared::cluster.u32 b, $0, $1; "
-            "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [b]; }",
+            "@p mbarrier.arrive.shared::cluster.b64 _, [b]; }",
             Int32(self.empty.toint()),
             Int32(self.peer),
             side_effects=True,
