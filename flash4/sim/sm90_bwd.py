@@ -10,11 +10,19 @@ import numpy as np
 from flash4.common.dsl import plain
 from flash4.common.geometry import ceil_div
 from flash4.common.graph import WARP, WARPGROUP
+from flash4.common.kv_sequences import Side
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.numerics import LOG2E
 from flash4.problem import CallOptions
 from flash4.sim.barriers import NamedBarrier, Semaphore
 from flash4.sim.bulk import Accumulator, BulkGroups
+from flash4.sim.bwd_sequences import (
+    sides_of,
+    slots_and_entries,
+    tiles_of_ctas,
+    to_rows,
+    to_slots,
+)
 from flash4.sim.limits import check_graph
 from flash4.sim.machine import Machine
 from flash4.sim.memory import Fragment, Region, Space
@@ -46,13 +54,13 @@ class Call:
         k: keys.
         v: values.
         dout: gradient of out.
-        lse: (batch, heads, padded seqlen_q), log2 units; +inf where P must vanish.
+        lse: (batch, heads, padded seqlen_q), log2 units; +inf where P must vanish. Packed: by slots, a batch of one.
         delta: as lse.
         dk: result.
         dv: result.
         options: of the call.
         tiles: schedule of one CTA.
-        sums: (batch, head, block, warpgroup) -> what the machine's CTAs add to dQ there.
+        sums: (batch entry, head, block, warpgroup) -> what the machine's CTAs add to dQ there.
         turns: the same -> count of tiles that have added, if their order is fixed.
     """
 
@@ -66,7 +74,7 @@ class Call:
     dk: np.ndarray
     dv: np.ndarray
     options: CallOptions
-    tiles: KvTileSchedule
+    tiles: object
     sums: dict[tuple, Accumulator]
     turns: dict[tuple, Semaphore]
 
@@ -97,16 +105,22 @@ class LoadOps:
 
     def _keys(self, x, tile, width):
         """Rows of x, and the shape of their tile."""
-        first = tile.n_block * self._call.config.tile_n + self._first_key
-        return x[tile.batch, first : first + self._count, tile.head_kv], (self._count, width)
+        call = self._call
+        where, first = call.tiles.where(tile), tile.n_block * call.config.tile_n + self._first_key
+        end = call.tiles.lengths(tile)[1] if call.config.ragged_k else x.shape[1]
+        rows = slice(where.row_k + first, where.row_k + max(first, min(first + self._count, end)))
+        return x[where.entry_k, rows, tile.head_kv], (self._count, width)
 
     def _load(self, x, statistic, width, step, slot):
         """A tile, with its statistic as a column behind it."""
         tile_m, (tile, i) = self._call.config.tile_m, step
-        block, head = self._call.tiles.place(tile, i)
-        rows = slice(block * tile_m, (block + 1) * tile_m)
-        column = statistic[tile.batch, head, rows]
-        self._fill(slot, x[tile.batch, rows, head], (tile_m, width), column)
+        tiles = self._call.tiles
+        (block, head), where = tiles.place(tile, i), tiles.where(tile)
+        end = tiles.lengths(tile)[0] if self._call.config.ragged_q else x.shape[1]
+        first, at = block * tile_m, (where.slot_q + block) * tile_m
+        rows = slice(where.row_q + first, where.row_q + max(first, min(first + tile_m, end)))
+        column = statistic[where.entry_q, head, at : at + tile_m]
+        self._fill(slot, x[where.entry_q, rows, head], (tile_m, width), column)
 
     def _fill(self, slot, rows, shape, column=None):
         block = np.zeros(shape, np.float32)  # TMA fills with zeros
@@ -191,8 +205,8 @@ class ReduceOps:
         self._bulk = BulkGroups(machine)
 
     def _key(self, tile, i):
-        block, head = self._call.tiles.place(tile, i)
-        return tile.batch, head, block, self._group
+        (block, head), where = self._call.tiles.place(tile, i), self._call.tiles.where(tile)
+        return where.entry_q, head, where.slot_q + block, self._group
 
     def _turn(self, key) -> Semaphore:
         turns = self._call.turns
@@ -226,7 +240,7 @@ class ReduceOps:
         call = self._call
         if key not in call.sums:
             # Tiles that have no turn add zeros, in any order.
-            ordered = call.config.ordered and not call.config.left
+            ordered = call.config.ordered and not (call.config.left or call.config.varlen)
             shape = call.config.dq_shape
             call.sums[key] = Accumulator(self._machine, f"dQ{key}", shape, ordered)
         self._bulk.reduce_add(self._box.region, call.sums[key], self._name(tile))
@@ -289,7 +303,7 @@ class MmaOps:
         """P^T = exp2(scale_log2 S^T - LSE), and what dS takes of it: times the slope of the cap."""
         call, values = self._call, s.values
         tiles, options = call.tiles, call.options
-        (block, head), lengths = tiles.place(tile, i), (tiles.seqlen_q, tiles.seqlen_k)
+        (block, head), lengths = tiles.place(tile, i), tiles.lengths(tile)
         queries = block * self._config.tile_m + np.arange(self._config.tile_m)
         first, tile_n = tile.n_block * self._config.tile_n, self._config.tile_n
         keys = range(first, first + tile_n)[self._rows]
@@ -302,7 +316,7 @@ class MmaOps:
         values[:] = values * (scale * np.float32(LOG2E)) - q_slot.region.read()[:, -1]
         if self._config.alibi:
             distance = queries + lengths[1] - lengths[0] - np.array(keys)[:, None]
-            bias = options.alibi_slopes[tile.batch, head] * np.float32(LOG2E)
+            bias = options.alibi_slopes[tiles.where(tile).batch, head] * np.float32(LOG2E)
             values[:] -= bias * np.abs(distance)
         if phase.masked:
             begins, ends = (
@@ -372,11 +386,14 @@ class MmaOps:
             "dk": (self._dk, call.dk, np.float32(call.options.softmax_scale)),
             "dv": (self._dv, call.dv, np.float32(1)),
         }[name]
-        first = tile.n_block * self._config.tile_n + self._rows.start
+        where, first = call.tiles.where(tile), tile.n_block * self._config.tile_n + self._rows.start
+        rows = slice(
+            where.row_k + first, where.row_k + max(first, min(first + MMA_ROWS, where.stored_k))
+        )
         region = self._regions[name, self._group]
         region.write(round_to_16_bit(acc.values * factor, self._config.bf16))
         self._machine.fence()
-        self._start_store(region, target[tile.batch, first : first + MMA_ROWS, tile.head_kv])
+        self._start_store(region, target[where.entry_k, rows, tile.head_kv])
 
     def _start_store(self, region, target):
         def land():
@@ -402,18 +419,13 @@ class Variation:
         _fill_cta(machine, call, self, f"cta{worker}." if call.config.ordered else "")
 
 
-def prepare(config: BackwardConfig, out, lse, dout, dlse=None):
+def prepare(queries: Side, out, lse, dout, dlse=None):
     """LSE in log2 units and D, both of whole blocks, as ``passes.bwd_prepare`` makes them."""
-    batch, seqlen, heads, _ = out.shape
-    padded = ceil_div(seqlen, config.tile_m) * config.tile_m
-    lse2 = np.full((batch, heads, padded), np.inf, np.float32)
-    delta = np.zeros((batch, heads, padded), np.float32)
     keyless = lse == -np.inf
     d = (out * dout).sum(-1, dtype=np.float32).transpose(0, 2, 1)
     d = d if dlse is None else d - dlse
-    lse2[:, :, :seqlen] = np.where(keyless, np.inf, lse * np.float32(LOG2E))
-    delta[:, :, :seqlen] = np.where(keyless, 0, d)
-    return lse2, delta
+    lse2 = np.where(keyless, np.inf, lse * np.float32(LOG2E))
+    return to_slots(queries, lse2, np.inf), to_slots(queries, np.where(keyless, 0, d), 0)
 
 
 def simulate_backward(
@@ -430,7 +442,8 @@ def simulate_backward(
     Args:
         config: of the kernel.
         tensors: q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v (.., head_dim_v),
-            out, lse (batch, heads, seqlen_q) and dout; float32, all but lse holding 16-bit values.
+            out, lse (batch, heads, seqlen_q) and dout; float32, all but lse holding 16-bit values. Packed ones are as in
+            the public function.
         options: as the config's flags say, tensors as NumPy arrays; a number is the softmax scale of a call without.
         workers: CTAs that share the tiles.
         seed: decides whatever the schedule leaves open, and the heads per section.
@@ -443,11 +456,13 @@ def simulate_backward(
     Raises:
         Hazard: the schedule deadlocks or breaks a rule of the hardware.
     """
-    q = tensors[0]
-    batch, seqlen, heads, head_dim = q.shape
-    blocks = ceil_div(seqlen, config.tile_m)
     options = options if isinstance(options, CallOptions) else CallOptions(options)
-    dq = np.zeros((batch, heads, blocks * config.tile_m, config.tile_d), np.float32)
+    packed = [x.ndim == 3 for x in tensors[:2]]
+    tensors, dlse = batched(tensors, packed), None if dlse is None else _batched(dlse, packed[0])
+    q, k = tensors[:2]
+    side, _ = sides_of(config, q, k, options)
+    entries, blocks = slots_and_entries(side)
+    dq = np.zeros((entries, q.shape[2], blocks * config.tile_m, config.tile_d), np.float32)
     for machine, call in backward_machines(
         config, tensors, options, workers, seed, variation, dlse
     ):
@@ -459,8 +474,20 @@ def simulate_backward(
                 row, column = row + group * queries, 0
             dq[b, head, row : row + queries, column : column + columns] += part.values
     dq = round_to_16_bit(dq * np.float32(options.softmax_scale), config.bf16)
-    dq = dq.transpose(0, 2, 1, 3)
-    return dq[:, :seqlen, :, :head_dim], call.dk, call.dv
+    dq = to_rows(side, dq, np.full(q.shape, np.nan, np.float32))
+    results = ((dq, packed[0]), (call.dk, packed[1]), (call.dv, packed[1]))
+    return tuple(x[0] if is_packed else x for x, is_packed in results)
+
+
+def batched(tensors, packed) -> tuple[np.ndarray, ...]:
+    """q, k, v, out, lse and dout, packed ones as a batch of one."""
+    q_packed, k_packed = packed
+    sides = (q_packed, k_packed, k_packed, q_packed, q_packed, q_packed)
+    return tuple(_batched(x, side) for x, side in zip(tensors, sides, strict=True))
+
+
+def _batched(x, packed):
+    return x[None] if packed else x
 
 
 def backward_machines(config, tensors, options, workers, seed, variation=None, dlse=None):
@@ -469,27 +496,34 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
     CTAs that wait for one another's additions are all in one machine; its call is that of the last of them.
     """
     (q, k, v, out, lse, dout), variation = tensors, variation or Variation()
-    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
+    (_, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
     options = options if isinstance(options, CallOptions) else CallOptions(options)
+    sides = sides_of(config, q, k, options)
+    batch, ratio = sides[0].batch, heads // heads_kv
     if options.alibi_slopes is not None:
         slopes = np.asarray(options.alibi_slopes, np.float32)
         options = options._replace(alibi_slopes=np.broadcast_to(slopes, (batch, heads)))
-    sides = (side if side >= 0 else None for side in (options.window_left, options.window_right))
-    blocks = config.blocks(*sides)
-    grid = KvGrid(ceil_div(seqlen_k, config.tile_n), heads_kv, batch, heads // heads_kv)
-    workers, section = min(workers, grid.total), 1 + seed % grid.head_count
+    window = (side if side >= 0 else None for side in (options.window_left, options.window_right))
+    blocks = config.blocks(*window)
+    if config.varlen:
+        ctas = tiles_of_ctas(config, blocks, sides, (heads_kv, ratio), workers, 1 + seed % 7)
+    else:
+        grid = KvGrid(ceil_div(seqlen_k, config.tile_n), heads_kv, batch, ratio)
+        workers, section = min(workers, grid.total), 1 + seed % grid.head_count
+        ctas = [
+            KvTileSchedule(blocks, grid, section, worker, workers, seqlen_q, seqlen_k)
+            for worker in range(workers)
+        ]
     dk, dv = (np.full(x.shape, np.nan, np.float32) for x in (k, v))
-    statistics = prepare(config, out, lse, dout, dlse)
+    statistics = prepare(sides[0], out, lse, dout, dlse)
     check_graph(config.graph, SMEM_LIMIT)
     machine = None
-    for worker in range(workers):
+    for worker, tiles in enumerate(ctas):
         if machine is None or not config.ordered:
             machine, shared = Machine(seed + worker, variation.strict), ({}, {})
-        lengths = (seqlen_q, seqlen_k)
-        tiles = KvTileSchedule(blocks, grid, section, worker, workers, *lengths)
         call = Call(config, q, k, v, dout, *statistics, dk, dv, options, tiles, *shared)
         variation.fill(machine, call, worker)
-        if worker == workers - 1 or not config.ordered:
+        if worker == len(ctas) - 1 or not config.ordered:
             yield machine, call
 
 

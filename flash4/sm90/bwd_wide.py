@@ -25,7 +25,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from flash4.common.graph import WARPGROUP
-from flash4.common.kv_tiles import KvGrid, KvTileSchedule
+from flash4.common.kv_tiles import KvGrid
 from flash4.common.numerics import opaque
 from flash4.common.tma_views import permuted_view
 from flash4.sm90.bwd import (
@@ -184,10 +184,7 @@ class WideBackwardSm90(BackwardSm90):
         cute.arch.sync_threads()
         meet(c.ctas)
 
-        lengths = (run_time.seqlen_q, run_time.seqlen_k)
-        blocks = c.blocks(run_time.left, run_time.right)
-        shares = (cta // c.ctas, ctas // c.ctas)
-        tiles = KvTileSchedule(blocks, grid, run_time.section, *shares, *lengths)
+        tiles = self._tiles(run_time, grid, smem, (cta // c.ctas, ctas // c.ctas))
         load, reduce, mma_v, mma_k = self.graph.roles
         ends = (k_consumer, v_consumer, q_consumer, do_consumer)
         if group == 0:

@@ -2,24 +2,23 @@
 
 from dataclasses import dataclass, replace
 
-from flash4.common.geometry import QueryBlocks
 from flash4.common.graph import Buffer, PipelineGraph, Ring, Role
 from flash4.sm90.bwd_config import (
     FLOAT_BYTES,
     MMA_WARPGROUPS,
     REGISTERS,
     UNBUILT,
-    numbers_of,
-    tensors_of,
+    BackwardFacts,
 )
-from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT
+from flash4.sm90.bwd_config import MAX_HEAD_DIM as NARROW_HEAD_DIM
+from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS
 
 MAX_HEAD_DIM = 256
 PART_WIDTH = 64  # head dims of dQ that a warpgroup multiplies at a time
 
 
 @dataclass(frozen=True)
-class WideBackwardConfig:
+class WideBackwardConfig(BackwardFacts):
     """Compile-time facts of one wide Hopper backward kernel; ints and bools only, and it is the cache key.
 
     Attributes:
@@ -51,6 +50,9 @@ class WideBackwardConfig:
     softcap: bool = False
     alibi: bool = False
     ordered: bool = False
+
+    # Sequences of different lengths: not built.
+    cu_q = cu_k = used_q = used_k = False
 
     def __post_init__(self):
         for name in ("tile_d", "tile_dv"):
@@ -116,32 +118,6 @@ class WideBackwardConfig:
         return MMA_ROWS * self.tile_d // 2 * ELEMENT_BYTES if self.joint else 0
 
     @property
-    def statistics_bytes(self) -> int:
-        """Bytes of LSE, or of D, of a step's queries."""
-        return FLOAT_BYTES * self.tile_m
-
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        """Numbers that the launch takes, in order."""
-        return numbers_of(self)
-
-    @property
-    def optional_tensors(self) -> tuple[str, ...]:
-        """Tensors that the launch takes after dk and dv, in order."""
-        return tensors_of(self)
-
-    def blocks(self, left=None, right=None) -> QueryBlocks:
-        """Which blocks of queries a tile visits; the sides of the window are those that the config says there are."""
-        if (left is not None, right is not None) != (self.left, self.right):
-            raise ValueError(f"window ({left}, {right}) for {self}")
-        return QueryBlocks(self.tile_m, self.tile_n, self.causal, left, right)
-
-    @property
-    def fits(self) -> bool:
-        """Whether one CTA's shared memory holds the kernel."""
-        return self.graph.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT
-
-    @property
     def graph(self) -> PipelineGraph:
         """Roles, rings and shared memory; both MMA roles read what ``load`` fills.
 
@@ -188,6 +164,11 @@ def can_implement(problem) -> str | None:
     for name, instead in UNBUILT.items():
         if getattr(problem, name):
             return f"gradients with {name} are not built yet; {instead}"
+    if problem.varlen:
+        return (
+            "gradients of sequences of different lengths are not built yet for head dims above "
+            f"{NARROW_HEAD_DIM}; use flash_attn_func with sequences of one length"
+        )
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size > MAX_HEAD_DIM:
             return f"gradients with {name} {size} are not built yet; supported are up to {MAX_HEAD_DIM}"
