@@ -80,18 +80,18 @@ class Call:
 
 
 class LoadOps:
-    """Verbs of the ``load`` role."""
+    """Verbs of the ``load`` role, for some keys of each tile."""
 
-    def __init__(self, call: Call):
-        self._call = call
+    def __init__(self, call: Call, first_key: int = 0, count: int = TILE_N):
+        self._call, self._first_key, self._count = call, first_key, count
 
     def load_k(self, tile, slot):
         """Fill the K slot with the tile's keys."""
-        self._fill(slot, self._keys(self._call.k, tile), (TILE_N, self._call.config.tile_d))
+        self._fill(slot, *self._keys(self._call.k, tile, self._call.config.tile_d))
 
     def load_v(self, tile, slot):
         """Fill the V slot with the tile's values."""
-        self._fill(slot, self._keys(self._call.v, tile), (TILE_N, self._call.config.tile_dv))
+        self._fill(slot, *self._keys(self._call.v, tile, self._call.config.tile_dv))
 
     def load_q(self, tile, i, slot):
         """Fill a Q slot with the queries of step ``i`` and their LSE."""
@@ -103,11 +103,13 @@ class LoadOps:
         call = self._call
         self._load(call.dout, call.delta, call.config.tile_dv, (tile, i), slot)
 
-    def _keys(self, x, tile):
-        where, first = self._call.tiles.where(tile), tile.n_block * TILE_N
-        end = self._call.tiles.lengths(tile)[1] if self._call.config.ragged_k else x.shape[1]
-        rows = slice(where.row_k + first, where.row_k + max(first, min(first + TILE_N, end)))
-        return x[where.entry_k, rows, tile.head_kv]
+    def _keys(self, x, tile, width):
+        """Rows of x, and the shape of their tile."""
+        call = self._call
+        where, first = call.tiles.where(tile), tile.n_block * call.config.tile_n + self._first_key
+        end = call.tiles.lengths(tile)[1] if call.config.ragged_k else x.shape[1]
+        rows = slice(where.row_k + first, where.row_k + max(first, min(first + self._count, end)))
+        return x[where.entry_k, rows, tile.head_kv], (self._count, width)
 
     def _load(self, x, statistic, width, step, slot):
         """A tile, with its statistic as a column behind it."""
@@ -212,9 +214,13 @@ class ReduceOps:
             turns[key] = Semaphore(self._machine, f"turns of dQ{key}")
         return turns[key]
 
+    def _rank(self, tile, i):
+        """How many additions come before this one; negative for one that is not asked."""
+        return self._call.tiles.rank(tile, i)
+
     def wait_turn(self, tile, i):
         """Wait until all tiles whose turn comes first have added theirs."""
-        rank = self._call.tiles.rank(tile, i)
+        rank = self._rank(tile, i)
         if self._call.config.ordered and rank >= 0:
             self._turn(self._key(tile, i)).wait(rank)
 
@@ -223,19 +229,26 @@ class ReduceOps:
         if not self._call.config.ordered:
             return
         self._bulk.wait_group(0)
-        if self._call.tiles.rank(tile, i) >= 0:
+        if self._rank(tile, i) >= 0:
             self._turn(self._key(tile, i)).add()
 
     def add_dq(self, tile, i):
         """Accumulator += box, for the queries of step ``i``."""
-        call, key = self._call, self._key(tile, i)
+        self._add(self._key(tile, i), tile)
+
+    def _add(self, key, tile):
+        call = self._call
         if key not in call.sums:
             # Tiles that have no turn add zeros, in any order.
             ordered = call.config.ordered and not (call.config.left or call.config.varlen)
             shape = call.config.dq_shape
             call.sums[key] = Accumulator(self._machine, f"dQ{key}", shape, ordered)
-        self._bulk.reduce_add(self._box.region, call.sums[key], f"{tile.index}")
+        self._bulk.reduce_add(self._box.region, call.sums[key], self._name(tile))
         self._bulk.commit_group()
+
+    def _name(self, tile) -> str:
+        """Whose addition it is."""
+        return f"{tile.index}"
 
     def wait_read(self):
         """Wait until the box has been read."""
@@ -292,7 +305,8 @@ class MmaOps:
         tiles, options = call.tiles, call.options
         (block, head), lengths = tiles.place(tile, i), tiles.lengths(tile)
         queries = block * self._config.tile_m + np.arange(self._config.tile_m)
-        keys = range(tile.n_block * TILE_N, (tile.n_block + 1) * TILE_N)[self._rows]
+        first, tile_n = tile.n_block * self._config.tile_n, self._config.tile_n
+        keys = range(first, first + tile_n)[self._rows]
         scale, slope = np.float32(options.softmax_scale), 1
         if options.softcap:
             within = values * np.float32(options.softmax_scale / options.softcap)
@@ -319,7 +333,7 @@ class MmaOps:
         values = s.values * (dp.values - do_slot.region.read()[:, -1])
         rounded = round_to_16_bit(values, self._config.bf16)
         self._ds.values[:] = rounded
-        self._regions["ds", i % STAGES, self._group].write(rounded)
+        self._regions["ds", i % self._config.ds_stages, self._group].write(rounded)
         self._machine.fence()
 
     def dv(self, do_slot):
@@ -363,18 +377,23 @@ class MmaOps:
 
     def store(self, tile):
         """Start the store of dK (scaled) and dV, this warpgroup's 64 rows."""
-        call, bf16 = self._call, self._config.bf16
-        scale = np.float32(call.options.softmax_scale)
-        where, first = call.tiles.where(tile), tile.n_block * TILE_N + self._group * MMA_ROWS
+        self._store(tile, "dk")
+        self._store(tile, "dv")
+
+    def _store(self, tile, name):
+        call = self._call
+        acc, target, factor = {
+            "dk": (self._dk, call.dk, np.float32(call.options.softmax_scale)),
+            "dv": (self._dv, call.dv, np.float32(1)),
+        }[name]
+        where, first = call.tiles.where(tile), tile.n_block * self._config.tile_n + self._rows.start
         rows = slice(
             where.row_k + first, where.row_k + max(first, min(first + MMA_ROWS, where.stored_k))
         )
-        results = {"dk": (self._dk, call.dk, scale), "dv": (self._dv, call.dv, 1)}
-        for name, (acc, target, factor) in results.items():
-            region = self._regions[name, self._group]
-            region.write(round_to_16_bit(acc.values * np.float32(factor), bf16))
-            self._machine.fence()
-            self._start_store(region, target[where.entry_k, rows, tile.head_kv])
+        region = self._regions[name, self._group]
+        region.write(round_to_16_bit(acc.values * factor, self._config.bf16))
+        self._machine.fence()
+        self._start_store(region, target[where.entry_k, rows, tile.head_kv])
 
     def _start_store(self, region, target):
         def land():
@@ -394,6 +413,10 @@ class Variation:
     roles: type = BackwardRoles
     miscounts: dict = field(default_factory=dict)
     strict: bool = True
+
+    def fill(self, machine: Machine, call: Call, worker: int):
+        """Set up what works on the tiles of a worker: one CTA."""
+        _fill_cta(machine, call, self, f"cta{worker}." if call.config.ordered else "")
 
 
 def prepare(queries: Side, out, lse, dout, dlse=None):
@@ -485,7 +508,7 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
     if config.varlen:
         ctas = tiles_of_ctas(config, blocks, sides, (heads_kv, ratio), workers, 1 + seed % 7)
     else:
-        grid = KvGrid(ceil_div(seqlen_k, TILE_N), heads_kv, batch, ratio)
+        grid = KvGrid(ceil_div(seqlen_k, config.tile_n), heads_kv, batch, ratio)
         workers, section = min(workers, grid.total), 1 + seed % grid.head_count
         ctas = [
             KvTileSchedule(blocks, grid, section, worker, workers, seqlen_q, seqlen_k)
@@ -499,7 +522,7 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
         if machine is None or not config.ordered:
             machine, shared = Machine(seed + worker, variation.strict), ({}, {})
         call = Call(config, q, k, v, dout, *statistics, dk, dv, options, tiles, *shared)
-        _fill_cta(machine, call, variation, f"cta{worker}." if config.ordered else "")
+        variation.fill(machine, call, worker)
         if worker == len(ctas) - 1 or not config.ordered:
             yield machine, call
 

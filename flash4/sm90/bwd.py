@@ -15,7 +15,7 @@ LSE and D come from ``passes.bwd_prepare``; ``passes.bwd_finish`` makes dQ of th
 ``bwd_config``, the schedule in ``bwd_roles``, its verbs in ``bwd_ops``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -26,7 +26,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from flash4.common.graph import WARPGROUP
+from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.kv_sequences import SequenceSchedule, Side
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.numerics import LOG2E, opaque
@@ -114,6 +114,8 @@ class Shared:
 class BackwardSm90:
     """One Hopper backward kernel; see the module docstring for its pipeline."""
 
+    schedule = BackwardRoles
+
     def __init__(self, config: BackwardConfig):
         self.config = config
         self.graph = config.graph
@@ -122,7 +124,7 @@ class BackwardSm90:
                 f"{config} needs {self.graph.smem_bytes} bytes of shared memory and up to {SMEM_ALIGN} "
                 f"for alignment, one CTA has {SMEM_LIMIT}"
             )
-        self.roles = BackwardRoles()
+        self.roles = self.schedule()
 
     def fake_arguments(self):
         """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
@@ -187,7 +189,9 @@ class BackwardSm90:
         numbers = dict(zip(self.config.numbers, numbers, strict=True))
         queries, keys = self._sides(q, k, optional)
         grid = KvGrid(
-            n_blocks=keys.slots if self.config.cu_k else cute.ceil_div(k.shape[1], TILE_N),
+            n_blocks=keys.slots
+            if self.config.cu_k
+            else cute.ceil_div(k.shape[1], self.config.tile_n),
             heads_kv=k.shape[2],
             batch=k.shape[0],
             ratio=q.shape[2] // k.shape[2],
@@ -213,7 +217,8 @@ class BackwardSm90:
         self.kernel(
             self._tiled_mmas(), self._operands((q, k, v, do, dk, dv)), run_time, grid
         ).launch(
-            grid=(grid.total, 1, 1),
+            grid=(grid.total * self.config.ctas, 1, 1),
+            cluster=(self.config.ctas, 1, 1),
             block=(self.graph.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -225,7 +230,7 @@ class BackwardSm90:
         batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
         return (
             Side(batch, q.shape[1], self.config.tile_m, cu_q, used_q),
-            Side(batch, k.shape[1], TILE_N, cu_k, used_k),
+            Side(batch, k.shape[1], self.config.tile_n, cu_k, used_k),
         )
 
     def _entry_rows(self, q, k, v, do):
@@ -322,7 +327,7 @@ class BackwardSm90:
             for operand in (operands.q, operands.k, operands.v, operands.do):
                 cpasync.prefetch_descriptor(operand.atom)
         smem = SmemAllocator()
-        shared = self._shared(smem)
+        shared = self._shared(self._allocate(smem))
         lane = opaque(thread)  # ptxas would read the lane id anew for every release in the loop
         k_producer, k_consumer = self._open_ring(smem, "k", lane)
         v_producer, v_consumer = self._open_ring(smem, "v", lane)
@@ -349,7 +354,7 @@ class BackwardSm90:
         else:
             cute.arch.setmaxregister_increase(mma.registers)
             mine = group - mma.warpgroups.start
-            place = (thread % WARPGROUP, mine)
+            place = (thread % WARPGROUP, mine, mine)
             ops = self._mma_ops(mmas, operands, run_time, tiles, shared, place)
             ends = (k_consumer, v_consumer, q_consumer, do_consumer)
             self.roles.mma(ops, tiles, *ends, Exchange(), Outbox(mine))
@@ -367,13 +372,16 @@ class BackwardSm90:
         )
         return OneTile(SequenceSchedule(blocks, grid, *sides, section, c.least_heads), words)
 
-    def _shared(self, smem):
-        """Tensors in shared memory, by the graph's map."""
-        c, dtype, layouts = self.config, element(self.config), self._smem_layouts()
-        pointers = {
+    def _allocate(self, smem):
+        """Pointers to the shared memory of each buffer that has its own, by the graph's map."""
+        return {
             name: smem.allocate(nbytes, byte_alignment=SMEM_ALIGN)
             for name, nbytes in self.graph.allocations().items()
         }
+
+    def _shared(self, pointers):
+        """Tensors in shared memory."""
+        c, dtype, layouts = self.config, element(self.config), self._smem_layouts()
         tensors = {}
         for buffer in self.graph.buffers:
             if buffer.name in layouts:
@@ -384,14 +392,15 @@ class BackwardSm90:
         tensors["dq"] = cute.make_tensor(floats, cute.make_layout((c.dq_floats, MMA_WARPGROUPS)))
         for name, ring in (("lse", "q"), ("delta", "do")):
             tile_bytes = self.graph.ring(ring).stage_bytes - c.statistics_bytes
-            behind = cute.recast_ptr(pointers[ring] + STAGES * tile_bytes, dtype=Float32)
-            tensors[name] = cute.make_tensor(behind, cute.make_layout((c.tile_m, STAGES)))
+            stages = self.graph.ring(ring).stages
+            behind = cute.recast_ptr(pointers[ring] + stages * tile_bytes, dtype=Float32)
+            tensors[name] = cute.make_tensor(behind, cute.make_layout((c.tile_m, stages)))
         return Shared(**tensors)
 
     def _open_ring(self, smem, name, lane):
         """Barriers and the producer and consumer ends of the graph's ring ``name``."""
         ring = self.graph.ring(name)
-        return pipeline.PipelineTmaAsync.create(
+        ends = pipeline.PipelineTmaAsync.create(
             barrier_storage=smem.allocate_array(cutlass.Int64, 2 * ring.stages),
             num_stages=ring.stages,
             producer_group=pipeline.CooperativeGroup(
@@ -399,14 +408,18 @@ class BackwardSm90:
             ),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, ring.consumer_arrivals),
             tx_count=ring.stage_bytes,
-            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            cta_layout_vmnk=cute.make_layout((1, ring.ctas, 1, 1)),
             tidx=lane,
+            mcast_mode_mn=(0, 1),
             defer_sync=True,
-        ).make_participants()
+        )
+        if self.config.ctas > ring.ctas:  # the pipeline would signal another CTA's barrier
+            ends = replace(ends, is_signaling_thread=lane % WARP == 0)
+        return ends.make_participants()
 
-    def _load_ops(self, operands, run_time, tiles, shared):
-        """Verbs of the ``load`` role."""
-        return LoadOps(
+    def _load_ops(self, operands, run_time, tiles, shared, kind=LoadOps, **more):
+        """Verbs of the ``load`` role, of a class that may have more fields."""
+        return kind(
             config=self.config,
             tiles=tiles,
             q=operands.q,
@@ -422,11 +435,16 @@ class BackwardSm90:
             sDO=shared.do,
             sLSE=shared.lse,
             sD=shared.delta,
+            **more,
         )
 
     def _mma_ops(self, mmas, operands, run_time, tiles, shared, place):
-        """Partition the operands for one warpgroup; allocate its accumulators."""
-        c, (thread, mine) = self.config, place
+        """Verbs of the ``mma`` role."""
+        return MmaOps(**self._mma_fields(mmas, operands, run_time, tiles, shared, place))
+
+    def _mma_fields(self, mmas, operands, run_time, tiles, shared, place):
+        """Partition the operands for one warpgroup, which is number ``mine`` of those that a product has; allocate its accumulators."""
+        c, (thread, group, mine) = self.config, place
 
         def a(tiled_mma, tensor):
             part = tiled_mma.get_slice(mine * WARPGROUP).partition_A(tensor)
@@ -438,7 +456,7 @@ class BackwardSm90:
 
         k_of_dq, ds_of_dq = (a, b) if c.swap_dq else (b, a)
         operand = ((2, 2, 2), 1, c.tile_m // 16)
-        return MmaOps(
+        return dict(
             config=c,
             tiles=tiles,
             mma_s=mmas.s,
@@ -462,7 +480,7 @@ class BackwardSm90:
             sDS=cute.local_tile(
                 permuted_view(shared.ds, [1, 0, 2]), (MMA_ROWS, c.tile_m, STAGES), (mine, 0, 0)
             ),
-            sDQ=shared.dq[None, mine],
+            sDQ=shared.dq[None, group],
             sDK=shared.dk[None, None, mine],
             sDV=shared.dv[None, None, mine],
             dk_out=operands.dk,
@@ -473,5 +491,5 @@ class BackwardSm90:
             cap_log2=run_time.cap_log2,
             cap_scale=run_time.cap_scale,
             thread=thread,
-            warpgroup=mine,
+            warpgroup=group,
         )

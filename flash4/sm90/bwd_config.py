@@ -22,8 +22,75 @@ STAGES = 2
 UNEVEN_SECTION_HEADS = 16  # whose tiles, longest first, balance well and still share L2
 
 
+class BackwardFacts:
+    """What follows from the fields of any Hopper backward's config."""
+
+    def blocks(self, left=None, right=None) -> QueryBlocks:
+        """Which blocks of queries a tile visits; the sides of the window are those that the config says there are."""
+        if (left is not None, right is not None) != (self.left, self.right):
+            raise ValueError(f"window ({left}, {right}) for {self}")
+        return QueryBlocks(self.tile_m, self.tile_n, self.causal, left, right)
+
+    @property
+    def varlen(self) -> bool:
+        """Lengths of sequences are known on the GPU only."""
+        return self.ragged_q or self.ragged_k
+
+    @property
+    def ragged_q(self) -> bool:
+        """Behind the last query of a sequence come rows that are not its own, and may hold anything."""
+        return self.cu_q or self.used_q
+
+    @property
+    def ragged_k(self) -> bool:
+        """The same of keys and values."""
+        return self.cu_k or self.used_k
+
+    @property
+    def least_heads(self) -> int:
+        """Heads of a section of a sequence, if it has so many: those of different lengths fill each other's gaps."""
+        return UNEVEN_SECTION_HEADS if self.causal or self.ordered else 1
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """Numbers that the launch takes, in order.
+
+        ``scale`` is the factor of a score, ``cap_scale`` that within the cap.
+        """
+        given = {
+            "cap": self.softcap,
+            "cap_scale": self.softcap,
+            "left": self.left,
+            "right": self.right,
+        }
+        return ("scale", *(name for name, present in given.items() if present))
+
+    @property
+    def optional_tensors(self) -> tuple[str, ...]:
+        """Tensors that the launch takes after dk and dv, in order."""
+        given = {
+            "alibi_slopes": self.alibi,
+            "turns": self.ordered,
+            "cu_seqlens_q": self.cu_q,
+            "cu_seqlens_k": self.cu_k,
+            "seqused_q": self.used_q,
+            "seqused_k": self.used_k,
+        }
+        return tuple(name for name, present in given.items() if present)
+
+    @property
+    def statistics_bytes(self) -> int:
+        """Bytes of LSE, or of D, of a step's queries."""
+        return FLOAT_BYTES * self.tile_m
+
+    @property
+    def fits(self) -> bool:
+        """Whether one CTA's shared memory holds the kernel."""
+        return self.graph.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT
+
+
 @dataclass(frozen=True)
-class BackwardConfig:
+class BackwardConfig(BackwardFacts):
     """Compile-time facts of one Hopper backward kernel; ints and bools only, and it is the cache key.
 
     Attributes:
@@ -76,58 +143,15 @@ class BackwardConfig:
         """Keys per tile."""
         return TILE_N
 
-    def blocks(self, left=None, right=None) -> QueryBlocks:
-        """Which blocks of queries a tile visits; the sides of the window are those that the config says there are."""
-        if (left is not None, right is not None) != (self.left, self.right):
-            raise ValueError(f"window ({left}, {right}) for {self}")
-        return QueryBlocks(self.tile_m, TILE_N, self.causal, left, right)
+    @property
+    def ds_stages(self) -> int:
+        """Stages of dS: one step's is read while the next one's is written."""
+        return STAGES
 
     @property
-    def varlen(self) -> bool:
-        """Lengths of sequences are known on the GPU only."""
-        return self.ragged_q or self.ragged_k
-
-    @property
-    def ragged_q(self) -> bool:
-        """Behind the last query of a sequence come rows that are not its own, and may hold anything."""
-        return self.cu_q or self.used_q
-
-    @property
-    def ragged_k(self) -> bool:
-        """The same of keys and values."""
-        return self.cu_k or self.used_k
-
-    @property
-    def least_heads(self) -> int:
-        """Heads of a section of a sequence, if it has so many: those of different lengths fill each other's gaps."""
-        return UNEVEN_SECTION_HEADS if self.causal or self.ordered else 1
-
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        """Numbers that the launch takes, in order.
-
-        ``scale`` is the factor of a score, ``cap_scale`` that within the cap.
-        """
-        given = {
-            "cap": self.softcap,
-            "cap_scale": self.softcap,
-            "left": self.left,
-            "right": self.right,
-        }
-        return ("scale", *(name for name, present in given.items() if present))
-
-    @property
-    def optional_tensors(self) -> tuple[str, ...]:
-        """Tensors that the launch takes after dk and dv, in order."""
-        given = {
-            "alibi_slopes": self.alibi,
-            "turns": self.ordered,
-            "cu_seqlens_q": self.cu_q,
-            "cu_seqlens_k": self.cu_k,
-            "seqused_q": self.used_q,
-            "seqused_k": self.used_k,
-        }
-        return tuple(name for name, present in given.items() if present)
+    def ctas(self) -> int:
+        """CTAs that work on one tile."""
+        return 1
 
     @property
     def splits_queries(self) -> bool:
@@ -145,16 +169,6 @@ class BackwardConfig:
     def dq_floats(self) -> int:
         """Numbers in a warpgroup's part of dQ."""
         return self.tile_m * self.tile_d // MMA_WARPGROUPS
-
-    @property
-    def statistics_bytes(self) -> int:
-        """Bytes of LSE, or of D, of a step's queries."""
-        return FLOAT_BYTES * self.tile_m
-
-    @property
-    def fits(self) -> bool:
-        """Whether one CTA's shared memory holds the kernel."""
-        return self.graph.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT
 
     @property
     def graph(self) -> PipelineGraph:
@@ -209,7 +223,7 @@ def can_implement(problem) -> str | None:
             return f"gradients with {name} are not built yet; {instead}"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size > MAX_HEAD_DIM:
-            return f"gradients with {name} {size} are not built yet; supported are up to {MAX_HEAD_DIM}"
+            return f"takes {name} up to {MAX_HEAD_DIM}, not {size}"
     return None
 
 

@@ -1,7 +1,7 @@
 """Gradients through the public functions, without a GPU: autograd, layouts, and everything around the kernels."""
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import numpy as np
@@ -23,6 +23,7 @@ from tests.host.test_dispatch import LAYOUTS, run_reference, stand_in_gpu
 
 F16, BF16 = torch.float16, torch.bfloat16
 WORKERS = 132
+NARROW, WIDE = "flash4.sm90.bwd:BackwardSm90", "flash4.sm90.bwd_wide:WideBackwardSm90"
 
 
 def check_rows(*tensors):
@@ -165,7 +166,7 @@ def backward_on_cpu(dout, dlse, q, k, v, out, lse, *fields):
 def stand_in():
     """CPU tensors for CUDA ones and torch for the kernels; yields the names of the kernels, in order of launches."""
     launched = []
-    kernels = {PREPARE: prepare, "flash4.sm90.bwd:BackwardSm90": multiply, FINISH: finish}
+    kernels = {PREPARE: prepare, NARROW: multiply, WIDE: multiply, FINISH: finish}
     with stand_in_gpu(run_reference) as forwards, contextlib.ExitStack() as stack:
         forward_of = ops.CACHE.get
 
@@ -230,8 +231,18 @@ def test_gradients(dims, keywords):
     with stand_in() as launched:
         out = flash4.flash_attn_func(*x.three, **keywords)
         gradients = torch.autograd.grad(out, x.three, x.dout)
-    assert launched == [PREPARE, "flash4.sm90.bwd:BackwardSm90", FINISH]
+    assert launched == [PREPARE, NARROW, FINISH]
     assert_gradients_close(gradients, x.three, x.dout, **keywords)
+
+
+@pytest.mark.parametrize("dims", [(136, 64), (64, 256), (192, 128), (256, 256)], ids=str)
+def test_gradients_of_wide_heads(dims):
+    x = Inputs.draw(dims=dims)
+    with stand_in() as launched:
+        out = flash4.flash_attn_func(*x.three, causal=True)
+        gradients = torch.autograd.grad(out, x.three, x.dout)
+    assert launched == [PREPARE, WIDE, FINISH]
+    assert_gradients_close(gradients, x.three, x.dout, causal=True)
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (300, 90), (90, 300), (128, 128)], ids=str)
@@ -468,12 +479,21 @@ def test_gradients_of_features_are_refused_by_the_forward(name):
         function(*(t.detach() for t in x.three), **keywords)
 
 
-@pytest.mark.parametrize("dims", [(136, 64), (64, 256)])
-def test_gradients_of_wide_heads_are_refused_by_the_forward(dims):
-    x = Inputs.draw(dims=dims)
+@pytest.mark.parametrize("dims", [(136, 128), (128, 256)], ids=str)
+def test_gradients_of_sequences_with_wide_heads_are_refused(dims):
+    """By the forward, with the limit and what to call instead; up to head dim 128 they are built."""
+    x, used = Inputs.draw(dims=dims), torch.tensor([90, 30], dtype=torch.int32)
+    said = "sequences of different lengths are not built yet for head dims above 128; use flash_attn_func"
     with stand_in_gpu(run=lambda launch: None):
-        with pytest.raises(NotImplementedError, match="supported are up to 128"):
-            flash4.flash_attn_func(*x.three)
+        with pytest.raises(NotImplementedError, match=f"{said} .*no_grad"):
+            flash4.flash_attn_varlen_func(*x.three, seqused_k=used)
+        with torch.no_grad():
+            flash4.flash_attn_varlen_func(*x.three, seqused_k=used)
+    problem = AttentionProblem(F16, 2, 70, 90, 4, 2, *dims, False, used_k=True)
+    assert said in dispatch.gradient_obstacle(problem)
+    with pytest.raises(NotImplementedError, match=f"sm90-bwd: takes .* 128.*wide: .*{said}"):
+        dispatch.plan_backward(problem, "sm_90a", WORKERS)
+    assert dispatch.gradient_obstacle(replace(problem, head_dim=128, head_dim_v=128)) is None
 
 
 def test_gradients_of_slopes_are_refused():
