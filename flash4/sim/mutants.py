@@ -29,7 +29,7 @@ from flash4.sm100.fwd_config import ForwardConfig as ForwardConfigSm100
 
 DROPPED = {
     *("commit", "release", "open", "wait", "pass_on", "wait_mma", "wait_store"),
-    *("post", "tail"),  # of signals and rings on Blackwell
+    *("post", "tail", "meet"),  # of signals, rings and pairs on Blackwell
     *("sync", "acquire", "wait_read", "wait_turn", "pass_turn", "drain"),  # of the backward
 }
 UNWAITED = {

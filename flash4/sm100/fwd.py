@@ -10,7 +10,8 @@ Steady state, per KV block i (counted down from the last) and Q tile:
     softmax     S(i) to registers -> shift, post m -> P(i) over S(i), post p, t
     correction  m: factor, o: P V done -> O *= factor where a shift moved, post p
 
-Config is in ``fwd_config``, graph in ``fwd_graph``, schedule in ``fwd_roles``, its verbs in ``fwd_ops``.
+Config is in ``fwd_config``, graph in ``fwd_graph``, schedule in ``fwd_roles``, or for wide heads, which have one Q tile, in
+``fwd_wide_roles``; the verbs of both in ``fwd_ops``.
 """
 
 from dataclasses import dataclass
@@ -47,7 +48,17 @@ from flash4.sm100.fwd_config import (
     SMEM_LIMIT,
     ForwardConfig,
 )
-from flash4.sm100.fwd_ends import CorrectionEnds, MmaEnds, Raise, SoftmaxEnds, Wait, open_ring
+from flash4.sm100.fwd_ends import (
+    CorrectionEnds,
+    MmaEnds,
+    Raise,
+    SoftmaxEnds,
+    Wait,
+    WaitByTurns,
+    WideCorrectionEnds,
+    WideMmaEnds,
+    open_ring,
+)
 from flash4.sm100.fwd_graph import TMEM_COLUMNS
 from flash4.sm100.fwd_ops import (
     CorrectionOps,
@@ -64,6 +75,7 @@ from flash4.sm100.fwd_ops import (
 )
 from flash4.sm100.fwd_roles import ForwardRoles
 from flash4.sm100.fwd_tiles import MarkedTiles, SequenceTiles, with_fresh_numbers
+from flash4.sm100.fwd_wide_roles import WideRoles
 
 # Named barriers; 0 is __syncthreads.
 BARRIER_TMEM = 1  # all who use tensor memory know where it is
@@ -100,7 +112,7 @@ class ForwardSm100:
             raise ValueError(
                 f"{config} needs {self.graph.smem_bytes} bytes of shared memory, one CTA has {SMEM_LIMIT}"
             )
-        self.roles = ForwardRoles()
+        self.roles = ForwardRoles() if config.q_tiles > 1 else WideRoles()
 
     def fake_arguments(self):
         """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
@@ -229,7 +241,7 @@ class ForwardSm100:
             operand(load, queries, layouts[0], (rows, c.tile_d)),
             operand(load, keys, layouts[1], (c.tile_n // c.ctas, c.tile_d)),
             operand(load, values, layouts[2], (c.tile_dv // c.ctas, c.tile_n)),
-            operand(save, out, layouts[3], (rows, c.tile_dv)),
+            operand(save, out, layouts[3], (rows, c.o_columns)),
         )
 
     @staticmethod
@@ -255,7 +267,8 @@ class ForwardSm100:
     def _tma_layouts(self):
         """Swizzled layouts as TMA fills and reads them, of one CTA.
 
-        Q (128, tile_d, 2), K (tile_n / ctas, tile_d, stages), V (tile_dv / ctas, tile_n, stages), O (128, tile_dv, o_slots).
+        Q (128, tile_d, q_tiles), K (tile_n / ctas, tile_d, stages), V (tile_dv / ctas, tile_n, stages),
+        O (128, o_columns, o_slots).
         K and V are the same memory.
         """
         c, dtype = self.config, element(self.config)
@@ -263,10 +276,10 @@ class ForwardSm100:
         k_tile = (MMA_ROWS, c.tile_n // c.ctas, c.tile_d)
         v_tile = (MMA_ROWS, c.tile_dv // c.ctas, c.tile_n)
         return (
-            hopper.make_smem_layout_a(row, (MMA_ROWS, c.tile_n, c.tile_d), dtype, 2),
+            hopper.make_smem_layout_a(row, (MMA_ROWS, c.tile_n, c.tile_d), dtype, c.q_tiles),
             self._in_slots(hopper.make_smem_layout_b(row, k_tile, dtype, 1), 2),
             self._in_slots(hopper.make_smem_layout_b(column, v_tile, dtype, 1), 2),
-            hopper.make_smem_layout_epi(dtype, row, (MMA_ROWS, c.tile_dv), c.o_slots),
+            hopper.make_smem_layout_epi(dtype, row, (MMA_ROWS, c.o_columns), c.o_slots),
         )
 
     def _in_slots(self, layout, modes):
@@ -283,7 +296,7 @@ class ForwardSm100:
         qk_tile, pv_tile = (rows, c.tile_n, c.tile_d), (rows, c.tile_dv, c.tile_n)
         qk, pv = make_mma_qk(c), make_mma_pv(c)
         return (
-            blackwell.make_smem_layout_a(qk, qk_tile, dtype, 2),
+            blackwell.make_smem_layout_a(qk, qk_tile, dtype, c.q_tiles),
             self._in_slots(blackwell.make_smem_layout_b(qk, qk_tile, dtype, 1), 3),
             self._in_slots(blackwell.make_smem_layout_b(pv, pv_tile, dtype, 1), 3),
             blackwell.make_smem_layout_a(pv, pv_tile, dtype, 1).outer,
@@ -317,24 +330,21 @@ class ForwardSm100:
         if warp < correction.warps.start:
             cute.arch.setmaxregister_increase(graph.role("softmax0").registers)
             tiles = self._tiles(*work, keeps_place=False)  # registers are scarce there
-            self._run_softmax(memory, tiles, run_time, warp // 4, thread % WARPGROUP)
+            q_tile = warp // 4 if c.q_tiles > 1 else 0
+            self._run_softmax(memory, tiles, run_time, q_tile, thread % WARPGROUP)
         if (warp >= correction.warps.start) & (warp < correction.warps.stop):
             cute.arch.setmaxregister_decrease(correction.registers)
             self._run_correction(memory, self._tiles(*work, keeps_place=False), thread % WARPGROUP)
         if cutlass.const_expr(c.ctas > 1):
-            self._meet_peer(warp)
+            self._meet_peer(warp, self._tiles(*work))
 
     @cute.jit
-    def _meet_peer(self, warp):
-        """Neither CTA of a pair ends before the other is through with it; by all warps.
-
-        Those without a role join in where the others meet between passes, since a cluster's barrier counts all threads.
-        """
+    def _meet_peer(self, warp, tiles):
+        """Neither CTA of a pair ends before the other is through with it; by all warps."""
         if cutlass.const_expr(self.config.fixed_shift):
             idle = warp >= self.graph.role("store").warps.stop
             if idle | ((warp == self.graph.role("mma").warps.start) & (self._rank() != 0)):
-                cute.arch.cluster_arrive()
-                cute.arch.cluster_wait()
+                self.roles.idle(tiles)
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
@@ -398,7 +408,7 @@ class ForwardSm100:
         if self.config.fixed_shift:
             self._clear(marks, thread)
         ended = smem.allocate_array(Int64, 1) if self.config.ctas > 1 else None
-        users = ("softmax0", "softmax1", "correction", "mma")
+        users = [role.name for role in graph.roles if role.name not in ("load", "store")]
         tmem = TmemAllocator(
             smem.allocate_array(Int32, 1),
             barrier_for_retrieve=pipeline.NamedBarrier(
@@ -465,9 +475,15 @@ class ForwardSm100:
         )
         pointer = memory.tmem.retrieve_ptr(Float32)
         ops = MmaOps(c, self.graph.tmem, pointer, sQ, sK, sV, layouts[3])
-        raises = {name: self._raise(memory, name) for name in ("s0", "s1", "o0", "o1")}
-        waits = {name: self._wait(memory, name) for name in ("p0", "p1", "t0", "t1")}
-        ends = MmaEnds(q=memory.rings["q"][1], kv=memory.rings["kv"][1], **raises, **waits)
+        q, kv = (memory.rings[name][1] for name in ("q", "kv"))
+        if c.q_tiles == 1:
+            raises = {name: self._raise(memory, name + "0") for name in "so"}
+            waits = {name: self._wait_by_turns(memory, name) for name in "pt"}
+            ends = WideMmaEnds(q=q, kv=kv, **raises, **waits)
+        else:
+            raises = {name: self._raise(memory, name) for name in ("s0", "s1", "o0", "o1")}
+            waits = {name: self._wait(memory, name) for name in ("p0", "p1", "t0", "t1")}
+            ends = MmaEnds(q=q, kv=kv, **raises, **waits)
         self._lead(ops, tiles, ends)
 
     @cute.jit
@@ -484,9 +500,11 @@ class ForwardSm100:
             self._rank(), thread,
             cute.make_rmem_tensor(1, Float32) if self.config.alibi else None,
         )  # fmt: skip
+        by_turns, wait = self.config.q_tiles == 1, self._wait(memory, "s0", q_tile)
         ends = SoftmaxEnds(
-            **{name: self._wait(memory, name + "0", q_tile) for name in ("s", "f")},
-            **{name: self._raise(memory, name + "0", q_tile) for name in ("p", "t", "m", "l")},
+            s=self._wait_by_turns(memory, "s") if by_turns else wait,
+            f=self._wait(memory, "f0", q_tile),
+            **{name: self._raise(memory, name + "0", q_tile) for name in "ptml"},
         )
         self.roles.softmax(ops, tiles, ends)
 
@@ -497,24 +515,36 @@ class ForwardSm100:
         ops = CorrectionOps(
             self.config, self.graph.tmem, tiles, pointer, memory.sStat, memory.sO, thread
         )
-        waits = ("m0", "m1", "o0", "o1", "l0", "l1")
-        ends = CorrectionEnds(
-            o=memory.rings["o"][0],
-            **{name: self._wait(memory, name) for name in waits},
-            **{name: self._raise(memory, name) for name in ("p0", "p1", "f0", "f1")},
-        )
+        slots = memory.rings["o"][0]
+        if self.config.q_tiles == 1:
+            ends = WideCorrectionEnds(
+                slots=slots,
+                m=self._wait_by_turns(memory, "m"),
+                **{name: self._wait(memory, name + "0") for name in "ol"},
+                **{name: self._raise(memory, name + "0") for name in "pf"},
+            )
+        else:
+            waits = ("m0", "m1", "o0", "o1", "l0", "l1")
+            ends = CorrectionEnds(
+                o=slots,
+                **{name: self._wait(memory, name) for name in waits},
+                **{name: self._raise(memory, name) for name in ("p0", "p1", "f0", "f1")},
+            )
         self.roles.correction(ops, tiles, ends)
         memory.tmem.relinquish_alloc_permit()
         cute.arch.barrier(barrier_id=BARRIER_FREE, number_of_threads=WARPGROUP)
         memory.tmem.free(pointer, TMEM_COLUMNS)
 
     def _barrier(self, memory, name, q_tile=0):
-        """Barrier of a signal; of the other Q tile it is half of all signals away."""
-        return memory.barriers[name] + q_tile * (len(self.graph.signals) // 2)
+        """Barrier of a signal; that of the other Q tile is a stride away."""
+        return memory.barriers[name] + q_tile * self.graph.stride
 
     def _raise(self, memory, name, q_tile=0):
         barrier = self._barrier(memory, name, q_tile)
-        return Raise(barrier, self._signal(name).kind, self.config.ctas)
+        return Raise(barrier, self._signal(name).kind, self.config.ctas, self.graph.stride)
+
+    def _wait_by_turns(self, memory, name):
+        return WaitByTurns(memory.barriers[name + "0"], self.graph.stride)
 
     def _wait(self, memory, name, q_tile=0):
         return Wait(self._barrier(memory, name, q_tile), self._signal(name).credit)

@@ -26,7 +26,7 @@ from flash4.jit import compile as jit_compile
 from flash4.jit.inspect import count_resources, disassemble
 from flash4.problem import AttentionProblem
 from flash4.sim.machine import Hazard
-from flash4.sim.sm100_fwd import LAUNCH_REGISTERS, check_limits
+from flash4.sim.sm100_fwd import check_limits
 from flash4.sm100.fwd import ForwardSm100
 from flash4.sm100.fwd_config import (
     COLUMN_STEP,
@@ -191,6 +191,11 @@ def compiled():
     return compile_all({**CONFIGS, **FEATURED})
 
 
+def launch_registers(config: ForwardConfig) -> int:
+    """Registers of a thread at launch."""
+    return config.graph.launch_registers // config.graph.threads
+
+
 def mmas(config: ForwardConfig) -> int:
     """MMAs in the code: of both Q tiles, of the first block, of the loop and of the last one."""
     qk = config.tile_d // KEY_STEP if config.tile_d <= UNROLLED_DIM else 4
@@ -205,7 +210,7 @@ def test_resources(name, compiled):
     # Outside of loops: the end of a pair's tensor memory, and that of a tile with a fixed shift.
     pair, fixed = config.ctas - 1, config.fixed_shift
     assert found["spills"] <= 10 * pair + 4 * fixed + 16 * pair * fixed, found
-    assert found["registers"] == LAUNCH_REGISTERS, found
+    assert found["registers"] == launch_registers(config), found
     assert found["mmas"] == mmas(config), found
     on_fma = config.head * config.poly // 16
     copies = 2 + config.fixed_shift  # masked blocks, those with a fixed shift, and the others
@@ -221,7 +226,7 @@ def test_resources_of_features(name, compiled):
     config, found = FEATURED[name][0], compiled[name]
     assert found["loop spills"] == 0, found
     assert found["spills"] <= 10 * (config.ctas - 1), found
-    assert found["registers"] == LAUNCH_REGISTERS, found
+    assert found["registers"] == launch_registers(config), found
     assert found["mmas"] == mmas(config), found
     waits = [found[f"{role} loop waits"] for role in ("mma", "softmax", "correction")]
     assert waits == [6, 1, 2], found
