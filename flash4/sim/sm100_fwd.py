@@ -505,6 +505,11 @@ class Variation:
     strict: bool = True
     covers: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
+    def roles_for(self, config) -> type:
+        """Class that a config runs: these roles, if they are those of its kind."""
+        own = roles_of(config)
+        return self.roles if self.roles and self.roles.__name__ == own.__name__ else own
+
 
 def simulate_forward(config, q, k, v, options, workers=1, seed=0, variation=None):
     """Run the kernel's schedule.
@@ -584,6 +589,48 @@ def check_limits(config: ForwardConfig):
     check_tmem(graph.tmem.ranges(), graph.tmem.aliases)
 
 
+def roles_of(config) -> type:
+    """Class with the role functions of a config."""
+    return ForwardRoles if config.q_tiles > 1 else WideRoles
+
+
+# Signals of a role that it waits for, and that it raises. With one Q tile those of a letter are two, of blocks by turns.
+NAMES = {
+    "mma": (("p0", "p1", "t0", "t1"), ("s0", "s1", "o0", "o1")),
+    "correction": (("m0", "m1", "o0", "o1", "l0", "l1"), ("p0", "p1", "f0", "f1")),
+    "softmax0": (("s0", "f0"), ("p0", "t0", "m0", "l0")),
+    "softmax1": (("s1", "f1"), ("p1", "t1", "m1", "l1")),
+}
+WIDE_NAMES = {
+    "mma": (("p", "t"), ("s", "o0")),
+    "correction": (("m", "o0", "l0"), ("p", "f0")),
+    "softmax0": (("s", "f0"), ("p", "t", "m", "l0")),
+}
+
+
+def ends_of(config, role: str, end, **others) -> SimpleNamespace:
+    """What a role gets.
+
+    Args:
+        config: of the kernel.
+        role: its name; softmax finds its ends by their letters, as does everyone with one Q tile.
+        end: makes the end of a signal: (name, whether it raises) -> end.
+        others: rings, by their names.
+    """
+    wide = config.q_tiles == 1
+    found = SimpleNamespace(**others)
+    if wide and role == "correction":
+        found = SimpleNamespace(slots=others["o"])
+    for raised, names in enumerate((WIDE_NAMES if wide else NAMES)[role]):
+        for name in names:
+            if len(name) == 1:
+                made = ByTurns(*(end(f"{name}{i}", bool(raised)) for i in (0, 1)))
+            else:
+                made = end(name, bool(raised))
+            setattr(found, name[0] if wide or role.startswith("softmax") else name, made)
+    return found
+
+
 class Kernel:
     """Memory, edges and roles of one CTA, or of a pair, by the config's graph."""
 
@@ -649,43 +696,11 @@ class Kernel:
         core = self.core if raised and spec.kind == UMMA else None
         return self.signals[name].end(cta, core=core)
 
-    def _ends(self, cta, waits=(), raises=(), **others):
-        """Ends of signals by their names, and others; a name of a letter is that of two signals by turns."""
-        ends = SimpleNamespace(**others)
-        for name in (*waits, *raises):
-            raised = name in raises
-            if len(name) > 1:
-                end = self._end(cta, name, raised)
-            else:
-                end = ByTurns(*(self._end(cta, f"{name}{i}", raised) for i in (0, 1)))
-            setattr(ends, name, end)
-        return ends
-
-    def _ends_of(self, cta, role: str):
-        """What a role gets: ``mma``, ``correction``, or softmax of a Q tile; there the names have no number."""
-        q, kv, o = (self.rings[name] for name in ("q", "kv", "o"))
-        wide = self.call.config.q_tiles == 1
-        if role == "mma":
-            rings = {"q": q.consumer(cta, self.core), "kv": kv.consumer(cta, self.core)}
-            names = ("pt", ("s", "o0")) if wide else (["p0", "p1", "t0", "t1"], ["s0", "s1", "o0", "o1"])
-        elif role == "correction":
-            rings = {"slots" if wide else "o": o.producer(cta)}
-            names = [[f"{x}{i}" for x in letters for i in (0, 1)] for letters in ("mol", "pf")]
-            if wide:
-                names = (("m", "o0", "l0"), ("p", "f0"))
-        else:
-            i, rings = role[-1], {}
-            names = ([f"{x}{i}" for x in "sf"], [f"{x}{i}" for x in "ptml"])
-            if wide:
-                names = (("s", "f0"), ("p", "t", "m", "l0"))
-        ends = self._ends(cta, *names, **rings)
-        if wide or not rings:
-            return SimpleNamespace(**{self._short(name): end for name, end in vars(ends).items()})
-        return ends
-
-    @staticmethod
-    def _short(name):
-        return name[0] if name[-1] in "01" else name
+    def _ends_of(self, cta, role: str, **others):
+        """Ends of a role of a CTA."""
+        return ends_of(
+            self.call.config, role, lambda name, raised: self._end(cta, name, raised), **others
+        )
 
     def spawn(self):
         """Add the roles' tasks; tensor memory is there from the start, and correction frees it."""
@@ -708,7 +723,7 @@ class Kernel:
     def _spawn(self, rank, cta):
         """The roles of one CTA; the leader's ``mma`` is that of both."""
         machine, call, config = self.machine, self.call, self.call.config
-        roles = self.variation.roles or (ForwardRoles if config.q_tiles > 1 else WideRoles)
+        roles = self.variation.roles_for(config)
         columns, stats = [Columns(tmem, config) for tmem in self.tmems], self._stats(rank)
         q, kv, o = (self.rings[name] for name in ("q", "kv", "o"))
 
@@ -722,7 +737,8 @@ class Kernel:
         start("load", roles.load, LoadOps(call, rank), tiles(), *ends)
         if rank == 0:
             ops = MmaOps(config, self.core, columns, q.regions)
-            start("mma", roles.mma, ops, tiles(), self._ends_of(cta, "mma"))
+            ends = {"q": q.consumer(cta, self.core), "kv": kv.consumer(cta, self.core)}
+            start("mma", roles.mma, ops, tiles(), self._ends_of(cta, "mma", **ends))
         for i in range(config.q_tiles):
             name = f"softmax{i}"
             port, mine = TmemPort(self.tmems[rank], name, range(4)), tiles(4)
@@ -730,7 +746,8 @@ class Kernel:
             start(name, roles.softmax, ops, mine, self._ends_of(cta, name))
         port, mine = TmemPort(self.tmems[rank], "correction", range(4)), tiles(4)
         ops = CorrectionOps(machine, config, columns[rank], port, stats, mine)
-        start("correction", roles.correction, ops, mine, self._ends_of(cta, "correction"))
+        ends = self._ends_of(cta, "correction", o=o.producer(cta))
+        start("correction", roles.correction, ops, mine, ends)
         start("store", roles.store, StoreOps(machine, call, rank), tiles(), o.consumer(cta))
         if cta and self.barrier:
             start("idle", roles.idle, tiles())

@@ -383,8 +383,11 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
     tile_d, tile_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     q_tiles = 2 if tile_d <= TWO_TILES_D and tile_dv <= TWO_TILES_DV else 1
     pack, why_pack = choose_pack(problem, q_tiles)
-    choose_group = choose_ctas if q_tiles > 1 else choose_wide_ctas
-    ctas, why_ctas = choose_group(problem, tile_d, tile_dv, pack)
+    if q_tiles > 1:
+        ctas, why_ctas = choose_ctas(problem, tile_d, tile_dv, pack)
+    else:
+        tile_dv = -(-tile_dv // PAIRED_DIM_V) * PAIRED_DIM_V  # so that its halves suit a pair
+        ctas, why_ctas = choose_wide_ctas(problem, pack)
     fields = {
         "bf16": problem.dtype == torch.bfloat16,
         "tile_d": tile_d,
@@ -413,6 +416,20 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
         f"{config.poly} of 16 exponentials on the FMA units: the special function unit is the limit"
     )
     return config, (why_ctas, why_memory, why_shift, share, why_pack)
+
+
+class SM103:
+    """What compute capability 10.3 gets, whose special function unit is twice as fast: no polynomials."""
+
+    can_implement = staticmethod(can_implement)
+
+    @staticmethod
+    def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
+        """Configuration for a problem that ``can_implement`` accepts, and the reasons for it."""
+        config, reasons = choose_config(problem)
+        share = "all exponentials on the special function unit, which has twice the rate of 10.0"
+        reasons = [share if "exponentials" in reason else reason for reason in reasons]
+        return replace(config, poly=0), tuple(reasons)
 
 
 def choose_shift(fields: dict) -> tuple[bool, str]:
@@ -446,10 +463,8 @@ def choose_ctas(problem, tile_d: int, tile_dv: int, pack: int) -> tuple[int, str
     return pair_if_filled(problem.seqlen_q * pack, 2 * MMA_ROWS)
 
 
-def choose_wide_ctas(problem, tile_d: int, tile_dv: int, pack: int) -> tuple[int, str]:
-    """CTAs that work on a tile together, if each has one Q tile only: what two Q tiles of one CTA would be."""
-    if tile_dv % (2 * COLUMN_STEP):
-        return 1, f"one CTA per tile: halves of V are no multiples of {COLUMN_STEP} columns"
+def choose_wide_ctas(problem, pack: int) -> tuple[int, str]:
+    """CTAs that work on a tile together, if each has one Q tile only: then one alone waits for loads."""
     if problem.varlen:
         return 2, "a pair of CTAs per tile: each loads and reads half of K and V"
     return pair_if_filled(problem.seqlen_q * pack, MMA_ROWS)
@@ -470,7 +485,10 @@ def padded_head_dim(head_dim: int) -> int:
 
 def spend_memory(fields: dict) -> tuple[ForwardConfig, str]:
     """Config with as many KV slots as there is room for, from 2 to 6, and two of O if there is; and the reason."""
-    for o_slots, least in ((2, 3), (1, 2)):
+    wide = fields["q_tiles"] == 1
+    if wide and fields["ctas"] == 1:  # four slots of 64 keys, and not two of 128
+        fields = {**fields, "tile_n": 64, "head": 32}
+    for o_slots, least in ((2, 2 if wide else 3), (1, 2)):
         for stages in range(MAX_STAGES, least - 1, -1):
             config = ForwardConfig(**fields, o_slots=o_slots, stages=stages)
             if config.fits:
