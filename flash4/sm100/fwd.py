@@ -42,6 +42,7 @@ from flash4.common.tma_views import (
 from flash4.common.varlen import Sequences
 from flash4.sm100.fwd_config import (
     ELEMENT_BYTES,
+    KEPT,
     MARKS,
     MMA_ROWS,
     SMEM_ALIGN,
@@ -98,6 +99,7 @@ class Memory:
     sO: cute.Tensor
     sStat: cute.Tensor
     share: object  # (4,) int32, of a worker's tiles; None without sequences of different lengths
+    kept: object  # (8 * KEPT,) int32, bounds of phases of warps of softmax; or None
     marks: object  # (MARKS + 1,) int32, of tiles to work on again; None without a fixed shift
     tmem: object
 
@@ -393,7 +395,10 @@ class ForwardSm100:
         """Shared memory, barriers and the ends of rings; all threads meet here."""
         graph, smem = self.graph, SmemAllocator()
         sizes = {b.name: b.nbytes for b in graph.buffers}
-        base = {name: smem.allocate(n, byte_alignment=SMEM_ALIGN) for name, n in sizes.items()}
+        base = {
+            name: smem.allocate(n, byte_alignment=SMEM_ALIGN if n % SMEM_ALIGN == 0 else 16)
+            for name, n in sizes.items()
+        }
         rings = {
             ring.name: open_ring(
                 ring, smem.allocate_array(Int64, 2 * ring.stages), self.config.ctas
@@ -404,6 +409,7 @@ class ForwardSm100:
         barriers = {signal.name: first + i for i, signal in enumerate(graph.signals)}
         self._init_signals(warp, barriers)
         share = self._integers(base.get("share"), 4)
+        kept = self._integers(base.get("kept"), 8 * KEPT)
         marks = self._integers(base.get("marks"), MARKS + 1)
         if self.config.fixed_shift:
             self._clear(marks, thread)
@@ -426,7 +432,7 @@ class ForwardSm100:
             cute.recast_ptr(base["stat"], dtype=Float32), cute.make_layout((MMA_ROWS, 2, 2))
         )
         return Memory(
-            rings, barriers, base["q"], base["kv"], base["kv"], sO, stat, share, marks, tmem
+            rings, barriers, base["q"], base["kv"], base["kv"], sO, stat, share, kept, marks, tmem
         )
 
     @staticmethod
@@ -499,6 +505,7 @@ class ForwardSm100:
             self.config, self.graph.tmem, tiles, pointer, memory.sStat, run_time, q_tile,
             self._rank(), thread,
             cute.make_rmem_tensor(1, Float32) if self.config.alibi else None,
+            self._kept_of_warp(memory),
         )  # fmt: skip
         by_turns, wait = self.config.q_tiles == 1, self._wait(memory, "s0", q_tile)
         ends = SoftmaxEnds(
@@ -534,6 +541,14 @@ class ForwardSm100:
         memory.tmem.relinquish_alloc_permit()
         cute.arch.barrier(barrier_id=BARRIER_FREE, number_of_threads=WARPGROUP)
         memory.tmem.free(pointer, TMEM_COLUMNS)
+
+    def _kept_of_warp(self, memory):
+        """Where a warp of softmax keeps the bounds of its phases, if registers are too scarce."""
+        if memory.kept is None:
+            return None
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        at = memory.kept.iterator + warp * KEPT
+        return cute.make_tensor(at, cute.make_layout(KEPT))
 
     def _barrier(self, memory, name, q_tile=0):
         """Barrier of a signal; that of the other Q tile is a stride away."""

@@ -36,6 +36,7 @@ LARGEST_TOTAL = 2.0**64  # row sum up to which P of a fixed shift is trusted, if
 MARKS = 127  # marks of tiles to work on again: one per wave, modulo this, and one for all
 MARKS_BYTES = 4 * (MARKS + 1)
 SHARE_BYTES = 16  # of the tiles of sequences: first and last
+KEPT = 6  # bounds of three phases, which each warp of softmax may keep in shared memory
 REGISTERS = (192, 80, 48)  # softmax, correction, the others
 FEATURE_REGISTERS = (
     200,
@@ -337,6 +338,7 @@ class ForwardConfig:
                 Buffer("o", self.o_slots * self.o_bytes),
                 Buffer("stat", STAT_BYTES),
                 *([Buffer("share", SHARE_BYTES)] if self.varlen else []),
+                *([Buffer("kept", 4 * KEPT * 8)] if self.varlen and self.left else []),
                 *([Buffer("marks", MARKS_BYTES)] if self.fixed_shift else []),
             ),
             tmem=TmemMap(self.tile_n, self.tile_dv, self.q_tiles),

@@ -255,6 +255,32 @@ def registers_at(values, at, columns):
 
 
 @dataclass(frozen=True)
+class KeptPhase:
+    """A run of blocks whose bounds are in shared memory until it begins, as registers are scarce in the runs before."""
+
+    masked: bool
+    fixed: bool
+    bounds: cute.Tensor  # (2,) int32, of a warp
+
+    @staticmethod
+    def of(phase, kept, i):
+        """Put bounds away."""
+        bounds = cute.make_tensor(kept.iterator + 2 * i, cute.make_layout(2))
+        bounds[0], bounds[1] = Int32(phase.begin), Int32(phase.end)
+        return KeptPhase(phase.masked, phase.fixed, bounds)
+
+    @property
+    def begin(self):
+        """First block."""
+        return self.bounds[0]
+
+    @property
+    def end(self):
+        """Block behind the last."""
+        return self.bounds[1]
+
+
+@dataclass(frozen=True)
 class SoftmaxOps:
     """Verbs of the ``softmax`` role, for one thread and its row.
 
@@ -271,6 +297,7 @@ class SoftmaxOps:
     rank: object  # of the CTA
     thread: object  # in the warpgroup, and row in the Q tile
     slope: object  # of this thread's row, in a register; None without ALiBi
+    kept: object  # (6,) int32 in shared memory, of this warp: where phases begin and end; or None
 
     @property
     def scale_log2(self):
@@ -279,7 +306,11 @@ class SoftmaxOps:
 
     def phases(self, tile):
         """Runs of blocks, masked or not; see ``ForwardConfig.phases``."""
-        return self.config.phases(tile, self._part, self.tiles)
+        phases = self.config.phases(tile, self._part, self.tiles)
+        if self.kept is None:
+            return phases
+        cute.arch.sync_warp()  # all lanes are through with the last tile's
+        return tuple(KeptPhase.of(phase, self.kept, i) for i, phase in enumerate(phases))
 
     @property
     def _part(self):
