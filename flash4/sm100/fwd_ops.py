@@ -22,7 +22,7 @@ from flash4.sm100.fwd_exp import exp2_on_fma
 
 PIECE = 8  # 16-bit elements that a thread stores to shared memory at a time
 UNROLLED_DIM = 128  # head dim up to which the slices of Q K^T are unrolled
-RESCALED = 16  # columns of O that are in registers at a time while it is rescaled
+RESCALED = 32  # columns of O that are in registers at a time while it is rescaled
 
 
 def element(config):
@@ -419,11 +419,13 @@ class SoftmaxOps:
         query = self._query(tile)
         visible = blocks.key_end(query, *lengths) - first_key
         hidden = blocks.key_begin(query, *lengths) - first_key
-        for j in range(c.tile_n):
-            seen = visible > j
+        for chunk in range(0, c.tile_n, CHUNK):  # a bit for each score: predicates come in sevens
+            seen = numerics.low_bits(visible - chunk)
             if c.left:
-                seen = seen & (hidden <= j)
-            scores[j] = cutlass.select_(seen, scores[j], -Float32.inf)
+                seen = seen & ~numerics.low_bits(hidden - chunk)
+            for j in range(CHUNK):
+                kept = (seen & (1 << j)) != 0
+                scores[chunk + j] = cutlass.select_(kept, scores[chunk + j], -Float32.inf)
 
     @cute.jit
     def _mask_tail(self, tile, first_key, scores: cute.Tensor):
