@@ -43,6 +43,8 @@ FEATURE_REGISTERS = (
     64,
     48,
 )  # windows, mods, sequences and the like keep more beside a row of S
+CROWDED_REGISTERS = (200, 72, 40)  # caps, slopes or mods of sequences
+WINDOW_REGISTERS = (208, 56, 40)  # windows of sequences
 WIDE_REGISTERS = (240, 160, 96)  # of one Q tile: one warpgroup less
 PAIRED_DIM_V = 128  # halves of V are one group of columns under the swizzle
 PAIRED_CAUSAL = (
@@ -308,10 +310,25 @@ class ForwardConfig:
         return self.graph.smem_bytes <= SMEM_LIMIT
 
     @property
+    def rescaled(self) -> int:
+        """Columns of O that correction has in its registers at a time while it rescales."""
+        return {160: 32, 80: 32, 56: 8}.get(self._registers[1], 16)
+
+    @property
+    def _registers(self) -> tuple[int, int, int]:
+        """Of softmax, correction and the others; ptxas spills least with these."""
+        if self.q_tiles == 1:
+            return WIDE_REGISTERS
+        if self.varlen and (self.natural or self.softcap or self.mask_mod):
+            return CROWDED_REGISTERS
+        if self.varlen and self.left:
+            return WINDOW_REGISTERS
+        return FEATURE_REGISTERS if self.featured else REGISTERS
+
+    @property
     def graph(self) -> Graph:
         """Roles, rings, signals and memory."""
-        registers = FEATURE_REGISTERS if self.featured else REGISTERS
-        softmax, corrections, others = registers if self.q_tiles > 1 else WIDE_REGISTERS
+        softmax, corrections, others = self._registers
         soft = [
             Role(f"softmax{i}", range(4 * i, 4 * i + 4), softmax) for i in range(self.q_tiles)
         ]
@@ -384,6 +401,8 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
 
     tile_d, tile_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     q_tiles = 2 if tile_d <= TWO_TILES_D and tile_dv <= TWO_TILES_DV else 1
+    if problem.varlen and tile_d > PAIRED_DIM_V:
+        q_tiles = 1  # two tiles of one CTA would leave room for two slots of K and V
     pack, why_pack = choose_pack(problem, q_tiles)
     if q_tiles > 1:
         ctas, why_ctas = choose_ctas(problem, tile_d, tile_dv, pack)

@@ -22,7 +22,6 @@ from flash4.sm100.fwd_exp import exp2_on_fma
 
 PIECE = 8  # 16-bit elements that a thread stores to shared memory at a time
 UNROLLED_DIM = 128  # head dim up to which the slices of Q K^T are unrolled
-RESCALED = 32  # columns of O that are in registers at a time while it is rescaled
 
 
 def element(config):
@@ -413,12 +412,22 @@ class SoftmaxOps:
                 keep = cutlass.Boolean(mask_mod(*where))
                 scores[j] = cutlass.select_(keep, scores[j], -Float32.inf)
 
+    def _visible(self, tile):
+        """(first key that this thread's row may see, one past the last)."""
+        blocks, where = self.tiles.blocks, (self._query(tile), *self.tiles.lengths(tile))
+        return blocks.key_begin(*where), blocks.key_end(*where)
+
     def _mask(self, tile, first_key, scores):
         """Set scores before the row's first and past its last visible key to -inf."""
-        c, blocks, lengths = self.config, self.tiles.blocks, self.tiles.lengths(tile)
-        query = self._query(tile)
-        visible = blocks.key_end(query, *lengths) - first_key
-        hidden = blocks.key_begin(query, *lengths) - first_key
+        c, (begin, end) = self.config, self._visible(tile)
+        visible, hidden = end - first_key, begin - first_key
+        if c.varlen:  # two registers less
+            for j in range(c.tile_n):
+                seen = visible > j
+                if c.left:
+                    seen = seen & (hidden <= j)
+                scores[j] = cutlass.select_(seen, scores[j], -Float32.inf)
+            return
         for chunk in range(0, c.tile_n, CHUNK):  # a bit for each score: predicates come in sevens
             seen = numerics.low_bits(visible - chunk)
             if c.left:
@@ -430,7 +439,7 @@ class SoftmaxOps:
     @cute.jit
     def _mask_tail(self, tile, first_key, scores: cute.Tensor):
         """Mask only if the block reaches past the keys."""
-        if first_key + self.config.tile_n > self.tiles.lengths(tile)[1]:
+        if first_key + self.config.tile_n > self._visible(tile)[1]:
             self._mask(tile, first_key, scores)
 
     def move_shift(self, scores, shift, phase):
@@ -593,13 +602,14 @@ class CorrectionOps:
     def rescale_o(self, q_tile: cutlass.Constexpr, factor):
         """O *= factor; for most blocks no row of a warp has moved its shift."""
         if cute.arch.vote_any_sync(factor != 1.0):
-            for column in cutlass.range_constexpr(0, self.config.tile_dv, RESCALED):
-                load, tOtO = tmem_load(self._o(q_tile), column, RESCALED, self.thread)
-                store, target = tmem_store(self._o(q_tile), column, RESCALED, self.thread)
-                o = cute.make_rmem_tensor(cute.make_layout(((RESCALED, 1), 1, 1)), Float32)
+            columns = self.config.rescaled
+            for column in cutlass.range_constexpr(0, self.config.tile_dv, columns):
+                load, tOtO = tmem_load(self._o(q_tile), column, columns, self.thread)
+                store, target = tmem_store(self._o(q_tile), column, columns, self.thread)
+                o = cute.make_rmem_tensor(cute.make_layout(((columns, 1), 1, 1)), Float32)
                 cute.copy(load, tOtO, o)
                 cute.arch.fence_view_async_tmem_load()
-                for j in cutlass.range_constexpr(0, RESCALED, 2):
+                for j in cutlass.range_constexpr(0, columns, 2):
                     pair = (o[j], o[j + 1])
                     o[j], o[j + 1] = cute.arch.mul_packed_f32x2(pair, (factor, factor))
                 cute.copy(store, o, target)

@@ -122,9 +122,9 @@ def features(sass: str) -> dict[str, int]:
     def loop(test):
         return next(x for x in inner if test(x))
 
-    mma = loop(lambda x: x.count("UTCHMMA") >= 16 and x.count("UTCBAR") >= 4)
+    mma = loop(lambda x: x.count("UTCHMMA") >= 12 and x.count("UTCBAR") >= 4)
     softmax = [x for x in inner if x.count("MUFU.EX2") > 32 and x.count("LDTM") in (4, 5)]
-    correction = loop(lambda x: x.count("LDTM") >= 8 and not x.count("MUFU"))
+    correction = loop(lambda x: x.count("LDTM") >= 4 and x.count("STTM") and not x.count("MUFU"))
     masked = [x for x in softmax if x.count("FMNMX", "FMNMX3") and x.count("ISETP") > 64]
     return {
         "registers": found.registers,
