@@ -85,13 +85,19 @@ def measure(job) -> dict[str, tuple[int, ...]]:
         "softmax, looking": looking[:1],
         "softmax, masked": masked[:1],
         "mma": [x for x in inner if x.count("UTCHMMA") >= 16 and x.count("UTCBAR") >= 4][:1],
-        "correction": [x for x in inner if x.count("LDTM") >= 4 and x.count("STTM") and not x.count("MUFU")][:1],
+        "correction": [
+            x for x in inner if x.count("LDTM") >= 4 and x.count("STTM") and not x.count("MUFU")
+        ][:1],
     }
     counts = {
         name: tuple(
             loop.count(*prefixes)
             for prefixes in (
-                (), ("SYNCS.PHASECHK",), ("SYNCS.ARRIVE",), ("UTCBAR",), ("LDL", "STL"),
+                (),
+                ("SYNCS.PHASECHK",),
+                ("SYNCS.ARRIVE",),
+                ("UTCBAR",),
+                ("LDL", "STL"),
             )  # fmt: skip
         )
         for name, found in kinds.items()

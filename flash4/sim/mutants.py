@@ -120,6 +120,13 @@ SM100_PROBLEMS = (
         ForwardConfigSm100(**SM100_WIDE, ctas=2, causal=True, stages=3, fixed_shift=True),
         500, 250,
     ),
+    Problem(ForwardConfigSm100(**SM100_SMALL, causal=True, left=True), 500, 300, left=90),
+    Problem(
+        ForwardConfigSm100(**SM100_PAIR, causal=True, left=True, stages=3), 600, 300, left=90
+    ),
+    Problem(
+        ForwardConfigSm100(**SM100_WIDE, ctas=2, causal=True, left=True, stages=4), 500, 300, left=90
+    ),
 )  # fmt: skip
 
 

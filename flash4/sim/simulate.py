@@ -77,11 +77,16 @@ def study(kernel: str, plan, settings=(), mutant: str | None = None, roles: Path
     if mutant is not None:
         chosen = _find_mutant(kernel, mutant)
         variation = chosen.build()
-        if getattr(variation, "roles_for", None) and variation.roles_for(config) is not variation.roles:
+        if (
+            getattr(variation, "roles_for", None)
+            and variation.roles_for(config) is not variation.roles
+        ):
             raise ValueError(f"{chosen.name!r} is of other roles than those of this call's config")
         changes.append(f"{chosen.name} (line {chosen.line})")
     if roles is not None:
-        variation = simulation.Variation(_read_roles(roles, _own_roles(simulation, config).__name__))
+        variation = simulation.Variation(
+            _read_roles(roles, _own_roles(simulation, config).__name__)
+        )
         changes.append(f"roles of {roles}")
     try:
         check_graph(config.graph, simulation.SMEM_LIMIT)

@@ -216,9 +216,7 @@ class Columns:
         """What is stored at a time."""
         q_tile, column = self._config.place_of_part(part)
         columns = self._config.o_columns
-        return self._tmem.tile(
-            f"O{q_tile}", self._map.o(q_tile) + column * columns, columns
-        )
+        return self._tmem.tile(f"O{q_tile}", self._map.o(q_tile) + column * columns, columns)
 
 
 class MmaOps:

@@ -15,8 +15,8 @@ from flash4.sim.clock import ClockedMachine, Work
 from flash4.sim.cluster import lane_called
 from flash4.sim.memory import Region, Space
 from flash4.sim.signals import Edges, Signal, SignalSpec, TmaRing, TmaRingSpec
-from flash4.sim.sm100_fwd import ends_of, roles_of
 from flash4.sim.sm90_fwd_clock import busiest, visible_pairs
+from flash4.sim.sm100_fwd import ends_of, roles_of
 from flash4.sim.timing import Timing
 from flash4.sm100.fwd_config import ELEMENT_BYTES, KEY_STEP, MMA_ROWS, ForwardConfig
 from flash4.sm100.fwd_graph import LEADER, THREADS, UMMA

@@ -329,9 +329,7 @@ class ForwardConfig:
     def graph(self) -> Graph:
         """Roles, rings, signals and memory."""
         softmax, corrections, others = self._registers
-        soft = [
-            Role(f"softmax{i}", range(4 * i, 4 * i + 4), softmax) for i in range(self.q_tiles)
-        ]
+        soft = [Role(f"softmax{i}", range(4 * i, 4 * i + 4), softmax) for i in range(self.q_tiles)]
         free = 4 * self.q_tiles
         correction = Role("correction", range(free, free + 4), corrections)
         mma, load, store = (
@@ -391,7 +389,9 @@ def can_implement(problem) -> str | None:
     for name in ("head_dim", "head_dim_v"):
         size = getattr(problem, name)
         if size > MAX_HEAD_DIM:
-            return f"{name} {size} exceeds {MAX_HEAD_DIM}: two S and one O would not fit tensor memory"
+            return (
+                f"{name} {size} exceeds {MAX_HEAD_DIM}: two S and one O would not fit tensor memory"
+            )
     return None
 
 

@@ -54,7 +54,9 @@ class WideRoles:
             following = 1 - following
             for i in range(1, tile.n_blocks):
                 k_slot = kv_consumer.wait_and_advance()
-                ops.qk(following, q_slot, k_slot)  # S(i), over P(i+2): MMAs of one issuer run in order
+                ops.qk(
+                    following, q_slot, k_slot
+                )  # S(i), over P(i+2): MMAs of one issuer run in order
                 s_signal.post(following)
                 k_slot.release()
                 following = 1 - following

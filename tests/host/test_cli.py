@@ -107,7 +107,9 @@ def test_the_blackwell_kernel(capsys, refused):
     text = refused("simulate", "sm100-fwd", *call, *mutant)
     assert "is of other roles than those of this call's config" in text
     wider = (*call, "--head-dim-v", "264")
-    assert "head_dim of v is 264; supported are multiples of 8 up to 256" in refused("describe", "sm100-fwd", *wider)
+    assert "head_dim of v is 264; supported are multiples of 8 up to 256" in refused(
+        "describe", "sm100-fwd", *wider
+    )
 
 
 def test_options_default_to_one_another(capsys):
