@@ -3,7 +3,8 @@
 Where two O do not fit tensor memory, there is no second tile whose products run beside a softmax. Then S(i) = Q K^T of
 the next block is issued before P V of the one before: the tensor core has that, and the P V before it, meanwhile.
 
-Ends as in ``fwd_roles``, but s, p, t and m are two signals each, of blocks by turns: who posts says which, who waits is told.
+Ends as in ``fwd_roles``, but s, p, t and m are two signals each, of blocks by turns, which to the waiter are a
+ring of two slots: who posts says which, who waits is told.
 """
 
 import cutlass.cute as cute
@@ -42,7 +43,8 @@ class WideRoles:
     def mma(self, ops, tiles, ends):
         """S(i), then O += P(i+1) V: while a block's softmax runs, the products of its neighbours do."""
         q_consumer, kv_consumer = ends.q, ends.kv
-        s_signal, p_signal, t_signal, o_signal = ends.s, ends.p, ends.t, ends.o
+        p_consumer, t_consumer = ends.p, ends.t
+        s_signal, o_signal = ends.s, ends.o
         following = ops.first_buffer()
         tile = tiles.first()
         while tile.valid:
@@ -54,25 +56,23 @@ class WideRoles:
             following = 1 - following
             for i in range(1, tile.n_blocks):
                 k_slot = kv_consumer.wait_and_advance()
-                ops.qk(
-                    following, q_slot, k_slot
-                )  # S(i), over P(i+2): MMAs of one issuer run in order
+                ops.qk(following, q_slot, k_slot)  # S(i), over P(i+2): in order behind it
                 s_signal.post(following)
                 k_slot.release()
                 following = 1 - following
                 v_slot = kv_consumer.wait_and_advance()
-                buffer = p_signal.wait_and_advance()
-                ops.pv_head(buffer, v_slot, i > 1)  # O (+)= P(i+1) V, first columns of P
-                buffer = t_signal.wait_and_advance()
-                ops.pv_tail(buffer, v_slot)
+                p_buffer = p_consumer.wait_and_advance()
+                ops.pv_head(p_buffer, v_slot, i > 1)  # O (+)= P(i+1) V, first columns of P
+                t_buffer = t_consumer.wait_and_advance()
+                ops.pv_tail(t_buffer, v_slot)
                 o_signal.post()
                 v_slot.release()
             q_slot.release()
             v_slot = kv_consumer.wait_and_advance()
-            buffer = p_signal.wait_and_advance()
-            ops.pv_head(buffer, v_slot, tile.n_blocks > 1)
-            buffer = t_signal.wait_and_advance()
-            ops.pv_tail(buffer, v_slot)
+            p_buffer = p_consumer.wait_and_advance()
+            ops.pv_head(p_buffer, v_slot, tile.n_blocks > 1)
+            t_buffer = t_consumer.wait_and_advance()
+            ops.pv_tail(t_buffer, v_slot)
             o_signal.post()
             v_slot.release()
             tile = tiles.next(tile)
@@ -80,14 +80,14 @@ class WideRoles:
     @cute.jit
     def softmax(self, ops, tiles, ends):
         """One row a thread: P = exp(S - shift) over S, and row sums."""
-        s_signal, p_signal, t_signal = ends.s, ends.p, ends.t
+        s_consumer, p_signal, t_signal = ends.s, ends.p, ends.t
         m_signal, l_signal, f_signal = ends.m, ends.l, ends.f
         tile = tiles.first()
         while tile.valid:
             row_shift, row_sum = ops.begin(tile)
             for phase in ops.phases(tile):  # masked blocks, and others: unrolled
                 for i in range(phase.begin, phase.end):
-                    buffer = s_signal.wait_and_advance()
+                    buffer = s_consumer.wait_and_advance()
                     scores = ops.load_s(tile, tile.n_blocks - 1 - i, phase, buffer)
                     row_shift, factor = ops.move_shift(scores, row_shift, phase)
                     ops.put_factor(factor, buffer)
@@ -106,14 +106,14 @@ class WideRoles:
     @cute.jit
     def correction(self, ops, tiles, ends):
         """O follows a moved shift, behind the P V before; at the end O over the row sum goes out in parts."""
-        o_producer, m_signal, p_signal = ends.slots, ends.m, ends.p
+        o_producer, m_consumer, p_signal = ends.slots, ends.m, ends.p
         o_signal, l_signal, f_signal = ends.o, ends.l, ends.f
         tile = tiles.first()
         while tile.valid:
-            buffer = m_signal.wait_and_advance()
+            buffer = m_consumer.wait_and_advance()
             p_signal.post(buffer)  # the first P V overwrites O: nothing to rescale
             for _ in range(1, tile.n_blocks):
-                buffer = m_signal.wait_and_advance()
+                buffer = m_consumer.wait_and_advance()
                 factor = ops.get_factor(buffer)
                 o_signal.wait()  # P(i+1) V is done
                 ops.rescale_o(0, factor)
