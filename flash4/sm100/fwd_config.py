@@ -51,6 +51,7 @@ PAIRED_CAUSAL = (
     8_192  # queries from which on a pair's hidden blocks cost less than it gains, by the clock
 )
 PAIRED_WASTE = 1.05  # rows that a pair may pad in excess of what one CTA would
+WIDE_WASTE = 1.4  # the same with one Q tile, where a CTA alone waits for loads; by the clock
 PACKS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -488,13 +489,13 @@ def choose_wide_ctas(problem, pack: int) -> tuple[int, str]:
     """CTAs that work on a tile together, if each has one Q tile only: then one alone waits for loads."""
     if problem.varlen:
         return 2, "a pair of CTAs per tile: each loads and reads half of K and V"
-    return pair_if_filled(problem.seqlen_q * pack, MMA_ROWS)
+    return pair_if_filled(problem.seqlen_q * pack, MMA_ROWS, WIDE_WASTE)
 
 
-def pair_if_filled(rows: int, tile: int) -> tuple[int, str]:
+def pair_if_filled(rows: int, tile: int, waste: float = PAIRED_WASTE) -> tuple[int, str]:
     """Two CTAs, unless that pads the rows of a tile by much more."""
     padded, paired = (-(-rows // n) * n for n in (tile, 2 * tile))
-    if paired > padded * PAIRED_WASTE:
+    if paired > padded * waste:
         return 1, f"one CTA per tile: a pair would work on {paired} rows where there are {rows}"
     return 2, "a pair of CTAs per tile: each loads and reads half of K and V"
 

@@ -310,6 +310,22 @@ def test_every_config_fits(causal):
         check_limits(config)
 
 
+def test_wide_heads_have_one_q_tile_and_pairs_that_are_filled():
+    def choice(rows, head_dim, head_dim_v, **facts):
+        config = choose_config(replace(problem(head_dim, head_dim_v, **facts), seqlen_q=rows))[0]
+        return config.q_tiles, config.ctas, config.tile_dv, config.tile_n
+
+    assert choice(4096, 192, 128) == (2, 2, 128, 128)
+    for dims, tile_dv in (((256, 256), 256), ((200, 64), 128), ((64, 136), 256)):
+        assert (
+            choice(4096, *dims) == choice(129, *dims) == choice(300, *dims) == (1, 2, tile_dv, 128)
+        )
+        assert choice(128, *dims) == (1, 1, tile_dv, 64)
+    # Two Q tiles would leave sequences two slots of K and V there.
+    assert choice(4096, 192, 128, used_k=True)[:2] == (1, 2)
+    assert choice(4096, 128, 128, used_k=True)[:2] == (2, 1)
+
+
 def test_what_does_not_fit_is_refused():
     config = ForwardConfig(True, 128, 128, False, stages=4)
     assert not config.fits and config.graph.smem_bytes > SMEM_LIMIT
