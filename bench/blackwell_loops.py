@@ -84,7 +84,7 @@ def measure(job) -> dict[str, tuple[int, ...]]:
         "softmax": plain[:1],
         "softmax, looking": looking[:1],
         "softmax, masked": masked[:1],
-        "mma": [x for x in inner if x.count("UTCHMMA") >= 16 and x.count("UTCBAR") >= 4][:1],
+        "mma": [x for x in inner if x.count("UTCHMMA") >= 8 and x.count("UTCBAR") >= 4][:1],
         "correction": [
             x for x in inner if x.count("LDTM") >= 4 and x.count("STTM") and not x.count("MUFU")
         ][:1],

@@ -149,11 +149,11 @@ def features(sass: str) -> dict[str, int]:
     def loop(test):
         return next(x for x in inner if test(x))
 
-    mma = loop(lambda x: x.count("UTCHMMA") >= 12 and x.count("UTCBAR") >= 4)
+    mma = loop(lambda x: x.count("UTCHMMA") >= 8 and x.count("UTCBAR") >= 4)
     # S in pieces of 32 columns, and one more where mods go through them in a loop.
     softmax = [x for x in inner if x.count("MUFU.EX2") > 32 and x.count("LDTM") in (2, 4, 5)]
     correction = loop(lambda x: x.count("LDTM") >= 4 and x.count("STTM") and not x.count("MUFU"))
-    masked = [x for x in softmax if x.count("R2P") > 8 or x.count("ISETP") > 64]
+    masked = [x for x in softmax if x.count("R2P") > 4 or x.count("ISETP") > 64]
     return {
         "registers": found.registers,
         "spills": found.spill_loads + found.spill_stores,
