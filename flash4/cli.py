@@ -197,7 +197,7 @@ def _problem_options(batch=4, seqlen=4096, heads=16) -> argparse.ArgumentParser:
 
 def _kernel_options(kernels) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(add_help=False)
-    names = [name for name, *_ in kernels]
+    names = dict.fromkeys(name for name, *_ in kernels)
     options.add_argument("kernel", choices=names, help="name of the kernel")
     return options
 

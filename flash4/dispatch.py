@@ -12,17 +12,21 @@ from flash4.sm90 import bwd_wide_config as sm90_bwd_wide
 from flash4.sm90 import fwd_config as sm90_fwd
 from flash4.sm100 import fwd_config as sm100_fwd
 
-# Every kernel: name, "module:class", architecture, module with can_implement(problem) and choose_config(problem).
+# Every kernel: name, "module:class", architecture, module with can_implement(problem) and choose_config(problem). One that is
+# compiled for several architectures has a row for each.
 FORWARD_KERNELS = (
     ("sm90-fwd", "flash4.sm90.fwd:ForwardSm90", "sm_90a", sm90_fwd),
     ("sm100-fwd", "flash4.sm100.fwd:ForwardSm100", "sm_100a", sm100_fwd),
+    ("sm100-fwd", "flash4.sm100.fwd:ForwardSm100", "sm_103a", sm100_fwd.SM103),
+    ("sm100-fwd", "flash4.sm100.fwd:ForwardSm100", "sm_110a", sm100_fwd),
 )
 BACKWARD_KERNELS = (
     ("sm90-bwd", "flash4.sm90.bwd:BackwardSm90", "sm_90a", sm90_bwd),
     ("sm90-bwd-wide", "flash4.sm90.bwd_wide:WideBackwardSm90", "sm_90a", sm90_bwd_wide),
 )
 ARCHITECTURES = {(9, 0): "sm_90a"}  # compute capability -> compile target
-NEVER_RUN = {(10, 0): "Blackwell"}  # kernels compile and are simulated, but nobody has run one
+# Kernels compile and are simulated, but nobody has run one.
+NEVER_RUN = {(10, 0): "Blackwell", (10, 3): "Blackwell Ultra", (11, 0): "Blackwell (Thor)"}
 
 L2_BYTES = 24 << 20  # of K and V that stay in L2 while a section runs; measured by HBM traffic
 HBM_BYTES, CALL_FLOPS = 4.2e12, 7e14  # of an H200, per second; a rough guess will do
@@ -248,10 +252,15 @@ def _choose_kernel(kernels, problem: AttentionProblem, arch: str):
         NotImplementedError: none takes the problem; the message has the reason of each.
     """
     rejected, taken = [], None
+    targets = {}
+    for name, _, target, _ in kernels:
+        targets.setdefault(name, []).append(target)
     for name, kernel, target, module in kernels:
-        reason = (
-            f"runs on {target}, not {arch}" if target != arch else module.can_implement(problem)
-        )
+        if target != arch:
+            if arch not in targets[name] and target == targets[name][0]:
+                rejected.append((name, f"runs on {', '.join(targets[name])}, not {arch}"))
+            continue
+        reason = module.can_implement(problem)
         if reason is not None:
             rejected.append((name, reason))
         elif taken is None:

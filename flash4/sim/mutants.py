@@ -28,11 +28,12 @@ from flash4.sm90.bwd_config import BackwardConfig
 from flash4.sm90.bwd_wide_config import WideBackwardConfig
 from flash4.sm90.fwd_config import ForwardConfig
 from flash4.sm100 import fwd_roles as fwd_roles_sm100
+from flash4.sm100 import fwd_wide_roles as fwd_wide_roles_sm100
 from flash4.sm100.fwd_config import ForwardConfig as ForwardConfigSm100
 
 DROPPED = {
     *("commit", "release", "open", "wait", "pass_on", "wait_mma", "wait_store"),
-    *("post", "tail"),  # of signals and rings on Blackwell
+    *("post", "tail", "meet"),  # of signals, rings and pairs on Blackwell
     *("post_nothing", "wait_stores"),  # of tiles that are handed out
     *("sync", "acquire", "wait_read", "wait_turn", "pass_turn", "drain"),  # of the backward
     *("post_p", "wait_p", "post_ds", "wait_ds"),  # of the wide one
@@ -130,12 +131,28 @@ PROBLEMS = (
 # Rings that wrap within a tile and over tiles, tiles of one block and of several, one and two slots of O, a pair of CTAs.
 SM100_SMALL = {"bf16": True, "tile_d": 64, "tile_dv": 64, "tile_n": 64, "head": 32}
 SM100_PAIR = {**SM100_SMALL, "tile_d": 128, "tile_dv": 128, "ctas": 2}
+SM100_WIDE = {**SM100_SMALL, "tile_dv": 128, "q_tiles": 1}
 SM100_PROBLEMS = (
     Problem(ForwardConfigSm100(**SM100_SMALL, causal=True, stages=3, o_slots=1), 500, 250),
     Problem(ForwardConfigSm100(**SM100_SMALL, causal=False, stages=2), 700, 60),
     Problem(ForwardConfigSm100(**SM100_SMALL, causal=False, stages=6, fixed_shift=True), 700, 130),
     Problem(ForwardConfigSm100(**SM100_PAIR, causal=True, stages=3, o_slots=1), 900, 250),
-)
+    Problem(ForwardConfigSm100(**SM100_PAIR, causal=False, stages=3, fixed_shift=True), 900, 130),
+    Problem(ForwardConfigSm100(**SM100_WIDE, causal=True, stages=3, o_slots=1), 300, 250),
+    Problem(ForwardConfigSm100(**SM100_WIDE, causal=False, stages=2), 300, 60),
+    Problem(ForwardConfigSm100(**SM100_WIDE, causal=False, stages=6, fixed_shift=True), 300, 200),
+    Problem(
+        ForwardConfigSm100(**SM100_WIDE, ctas=2, causal=True, stages=3, fixed_shift=True),
+        500, 250,
+    ),
+    Problem(ForwardConfigSm100(**SM100_SMALL, causal=True, left=True), 500, 300, left=90),
+    Problem(
+        ForwardConfigSm100(**SM100_PAIR, causal=True, left=True, stages=3), 600, 300, left=90
+    ),
+    Problem(
+        ForwardConfigSm100(**SM100_WIDE, ctas=2, causal=True, left=True, stages=4), 500, 300, left=90
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -430,9 +447,15 @@ def sm90_fwd_mutants() -> list[Mutant]:
 
 
 def sm100_fwd_mutants() -> list[Mutant]:
-    """All mutants of the Blackwell forward's source."""
-    source, path = inspect.getsource(fwd_roles_sm100), fwd_roles_sm100.__file__
-    return list(mutants_of_source(source, path, "ForwardRoles", sm100_fwd.Variation))
+    """All mutants of the Blackwell forward's source: of the roles with two Q tiles, and of those with one."""
+    kinds = ((fwd_roles_sm100, "ForwardRoles", ""), (fwd_wide_roles_sm100, "WideRoles", "wide "))
+    return [
+        replace(mutant, name=prefix + mutant.name)
+        for module, roles, prefix in kinds
+        for mutant in mutants_of_source(
+            inspect.getsource(module), module.__file__, roles, sm100_fwd.Variation
+        )
+    ]
 
 
 def sm90_bwd_mutants() -> list[Mutant]:
@@ -469,6 +492,12 @@ def miscounts(roles, vary: Callable) -> Iterator[Mutant]:
                 yield Mutant(f"{role}: counts the slots of {ring} {amount:+}", 0, False, build)
 
 
+def _concerns(variation, config) -> bool:
+    """Whether a config runs the roles of a variation; a kernel may have two kinds."""
+    choose = getattr(variation, "roles_for", None)
+    return choose is None or variation.roles in (None, choose(config))
+
+
 class Jury:
     """Runs variations on the problems and compares with what the kernel itself gives."""
 
@@ -486,6 +515,8 @@ class Jury:
         variation = mutant.build()
         for seed in range(self._seeds):
             for case, expected in zip(self._problems, self._expected):
+                if not _concerns(variation, case[0].config):
+                    continue
                 try:
                     result = self._run(*case, seed, variation)
                 except Hazard as hazard:
