@@ -24,11 +24,14 @@ from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, TILE_N, BackwardConfi
 from flash4.sm90.bwd_ops import (
     BARRIER_DQ_EMPTY,
     BARRIER_DQ_FULL,
+    BARRIER_DS_EMPTY,
+    BARRIER_DS_FULL,
     BARRIER_EXCHANGE,
     BARRIER_STORE,
     BOX_THREADS,
     EXCHANGE_THREADS,
 )
+from flash4.sm90.bwd_late_roles import LateRoles
 from flash4.sm90.bwd_roles import BackwardRoles
 from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS, SMEM_LIMIT
 
@@ -118,14 +121,60 @@ class LoadOps:
 
 
 class Exchange:
-    """Where both MMA warpgroups meet."""
+    """Where both MMA warpgroups meet, or tell each other how far they are with the dS of a number.
 
-    def __init__(self, barrier: NamedBarrier):
-        self._barrier = barrier
+    Args:
+        meeting: of both.
+        stages: (full, empty) barriers by warpgroup that writes and stage.
+        group: whose end this is.
+    """
+
+    def __init__(self, meeting: NamedBarrier, stages, group: int):
+        self._meeting, self._stages, self._group = meeting, stages, group
 
     def sync(self):
         """Wait for the other warpgroup."""
-        self._barrier.sync()
+        self._meeting.sync()
+
+    def open(self):
+        """Say that both stages of the other's dS are empty, as they are at first."""
+        for number in range(STAGES):
+            self.release(number)
+
+    def acquire(self, number):
+        """Wait until the other has read the dS that the stage of ``number`` held."""
+        self._stages[self._group][number % STAGES][1].sync()
+
+    def post(self, number):
+        """Say that this warpgroup's dS is there."""
+        self._arrive(self._stages[self._group][number % STAGES][0])
+
+    def wait(self, number):
+        """Wait until the other's dS is there."""
+        self._stages[1 - self._group][number % STAGES][0].sync()
+
+    def release(self, number):
+        """Say that this warpgroup has read the other's dS."""
+        self._arrive(self._stages[1 - self._group][number % STAGES][1])
+
+    def _arrive(self, barrier: NamedBarrier):
+        barrier.arrive()
+        barrier.machine.give_way()
+
+
+def _ds_barriers(machine: Machine):
+    """(full, empty) barriers of dS by warpgroup that writes and stage."""
+
+    def barrier(first, what, group, stage):
+        name = f"ds[{group}][{stage}] {what}"
+        number = first + STAGES * group + stage
+        return NamedBarrier(machine, number, name, EXCHANGE_THREADS, WARPGROUP)
+
+    kinds = ((BARRIER_DS_FULL, "full"), (BARRIER_DS_EMPTY, "empty"))
+    return [
+        [tuple(barrier(*kind, group, stage) for kind in kinds) for stage in range(STAGES)]
+        for group in GROUPS
+    ]
 
 
 @dataclass(frozen=True)
@@ -373,9 +422,9 @@ class MmaOps:
 
 @dataclass(frozen=True)
 class Variation:
-    """What a run may change, to see whether it matters; fields as of ``sm90_fwd.Variation``."""
+    """What a run may change, to see whether it matters; fields as of ``sm90_fwd.Variation``, roles None for the config's."""
 
-    roles: type = BackwardRoles
+    roles: type | None = None
     miscounts: dict = field(default_factory=dict)
     strict: bool = True
 
@@ -494,7 +543,9 @@ def _regions(memory: Space, config: BackwardConfig, prefix: str) -> dict[tuple, 
 
 def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str):
     """Shared memory, rings, barriers and roles of one CTA, by the config's graph; ``prefix`` is that of its names."""
-    config, graph, schedule = call.config, call.config.graph, variation.roles()
+    config, graph = call.config, call.config.graph
+    role_class = variation.roles or (LateRoles if config.late else BackwardRoles)
+    schedule = role_class()
     memory, bases = Space(machine), graph.addresses()
     shapes = {
         "k": (TILE_N, config.tile_d),
@@ -513,7 +564,8 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str):
         return [End(named[name], variation.miscounts.get((role, name), 0)) for name in order]
 
     meeting = NamedBarrier(machine, BARRIER_EXCHANGE, "exchange", EXCHANGE_THREADS, WARPGROUP)
-    roles = {name: plain(getattr(variation.roles, name)) for name in ("load", "mma", "reduce")}
+    stages = _ds_barriers(machine) if config.late else None
+    roles = {name: plain(getattr(role_class, name)) for name in ("load", "mma", "reduce")}
     order, tiles = ("k", "v", "q", "do"), call.tiles
     machine.spawn(
         f"{prefix}load", roles["load"], schedule, LoadOps(call), tiles, *ends("load", order)
@@ -528,7 +580,7 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str):
             ),
         )
         ops = MmaOps(machine, call, prefix, group, regions, box)
-        ends_and_signals = (*ends("mma", order), Exchange(meeting), Outbox(box))
+        ends_and_signals = (*ends("mma", order), Exchange(meeting, stages, group), Outbox(box))
         machine.spawn(
             f"{prefix}mma[{group}]", roles["mma"], schedule, ops, tiles, *ends_and_signals
         )

@@ -32,6 +32,7 @@ from flash4.common.numerics import LOG2E, opaque
 from flash4.common.tma_views import permuted_view
 from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, TILE_N, BackwardConfig
 from flash4.sm90.bwd_ops import Exchange, Inbox, LoadOps, MmaOps, Outbox, ReduceOps
+from flash4.sm90.bwd_late_roles import LateRoles
 from flash4.sm90.bwd_roles import BackwardRoles
 from flash4.sm90.fwd_config import MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT
 from flash4.sm90.fwd_ops import Operand, element
@@ -108,7 +109,7 @@ class BackwardSm90:
                 f"{config} needs {self.graph.smem_bytes} bytes of shared memory and up to {SMEM_ALIGN} "
                 f"for alignment, one CTA has {SMEM_LIMIT}"
             )
-        self.roles = BackwardRoles()
+        self.roles = LateRoles() if config.late else BackwardRoles()
 
     def fake_arguments(self):
         """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
@@ -304,7 +305,7 @@ class BackwardSm90:
             place = (thread % WARPGROUP, mine)
             ops = self._mma_ops(mmas, operands, run_time, tiles, shared, place)
             ends = (k_consumer, v_consumer, q_consumer, do_consumer)
-            self.roles.mma(ops, tiles, *ends, Exchange(), Outbox(mine))
+            self.roles.mma(ops, tiles, *ends, Exchange(mine), Outbox(mine))
 
     def _shared(self, smem):
         """Tensors in shared memory, by the graph's map."""

@@ -38,6 +38,7 @@ class BackwardConfig:
         softcap: scores are capped; the cap is a run-time value.
         alibi: scores lose a slope of their head times the distance between query and key.
         ordered: tiles add to dQ in a fixed order, so that it is bitwise repeatable.
+        late: a step multiplies dQ of the step before, so that the warpgroups need not keep step.
     """
 
     bf16: bool
@@ -51,6 +52,7 @@ class BackwardConfig:
     softcap: bool = False
     alibi: bool = False
     ordered: bool = False
+    late: bool = False
 
     def __post_init__(self):
         if self.swap_dq and (self.tile_d != 2 * MMA_ROWS or self.tile_m % 16):
