@@ -26,15 +26,17 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from flash4.common.graph import WARPGROUP
+from flash4.common.graph import WARP, WARPGROUP
+from flash4.common.kv_handout import GivenKvTiles, ToldKvTiles
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.numerics import LOG2E, opaque
 from flash4.common.tma_views import permuted_view
-from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, TILE_N, BackwardConfig
+from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, TILE_N, TILE_SLOTS, BackwardConfig
 from flash4.sm90.bwd_ops import Exchange, Inbox, LoadOps, MmaOps, Outbox, ReduceOps
 from flash4.sm90.bwd_late_roles import LateRoles
 from flash4.sm90.bwd_roles import BackwardRoles
-from flash4.sm90.fwd_config import MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT
+from flash4.sm90.bwd_tiles import KvTileSlots
+from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT
 from flash4.sm90.fwd_ops import Operand, element
 
 ROW = LayoutEnum.ROW_MAJOR
@@ -77,6 +79,7 @@ class RunTime:
     right: object
     slopes: object  # (B, H), float32
     turns: object  # (B, H, blocks, 2), int32
+    next_tile: object  # (1,) int32, zero at the launch
     section: Int32
     seqlen_q: Int32
     seqlen_k: Int32
@@ -150,9 +153,10 @@ class BackwardSm90:
                 stride=(sym(1), sym(1), sym(1), 1),
                 assumed_align=4,
             ),
+            "next_tile": fake(Int32, (1,), stride=(1,), assumed_align=4),
         }
         tensors += tuple(optional[name] for name in c.optional_tensors)
-        types = {"left": Int32, "right": Int32}
+        types = {"left": Int32, "right": Int32, "workers": Int32}
         numbers = tuple(types.get(name, Float32)(1) for name in c.numbers)
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
         return (tensors, numbers, Int32(1), stream)
@@ -186,14 +190,18 @@ class BackwardSm90:
             right=numbers.get("right"),
             slopes=optional.get("alibi_slopes"),
             turns=optional.get("turns"),
+            next_tile=optional.get("next_tile"),
             section=section,
             seqlen_q=q.shape[1],
             seqlen_k=k.shape[1],
         )
+        ctas = grid.total
+        if self.config.handed_out:
+            ctas = cutlass.min(grid.total, numbers["workers"])
         self.kernel(
             self._tiled_mmas(), self._operands((q, k, v, do, dk, dv)), run_time, grid
         ).launch(
-            grid=(grid.total, 1, 1),
+            grid=(ctas, 1, 1),
             block=(self.graph.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -276,28 +284,36 @@ class BackwardSm90:
             for operand in (operands.q, operands.k, operands.v, operands.do):
                 cpasync.prefetch_descriptor(operand.atom)
         smem = SmemAllocator()
-        shared = self._shared(smem)
+        pointers = self._allocate(smem)
+        shared = self._shared(pointers)
         lane = opaque(thread)  # ptxas would read the lane id anew for every release in the loop
         k_producer, k_consumer = self._open_ring(smem, "k", lane)
         v_producer, v_consumer = self._open_ring(smem, "v", lane)
         q_producer, q_consumer = self._open_ring(smem, "q", lane)
         do_producer, do_consumer = self._open_ring(smem, "do", lane)
+        slots = None
+        if cutlass.const_expr(c.handed_out):
+            slots = self._open_tiles(smem, pointers, run_time.next_tile, (start, ctas, lane))
+            slots.open(thread, c.tile_readers)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         lengths = (run_time.seqlen_q, run_time.seqlen_k)
         blocks = c.blocks(run_time.left, run_time.right)
         tiles = KvTileSchedule(blocks, grid, run_time.section, start, ctas, *lengths)
+        load_tiles = tiles
+        if cutlass.const_expr(c.handed_out):
+            load_tiles, tiles = GivenKvTiles(tiles, slots), ToldKvTiles(tiles, slots)
         load, reduce, mma = (self.graph.role(name) for name in ("load", "reduce", "mma"))
         if group == 0:
             cute.arch.setmaxregister_decrease(load.registers)
             if warp == 0:
-                ops = self._load_ops(operands, run_time, tiles, shared)
-                self.roles.load(ops, tiles, k_producer, v_producer, q_producer, do_producer)
+                ops = self._load_ops(operands, run_time, load_tiles, shared)
+                self.roles.load(ops, load_tiles, k_producer, v_producer, q_producer, do_producer)
             first = reduce.first_warp
             if (warp >= first) & (warp < first + reduce.active_warps):
                 mine = warp - first
-                ops = ReduceOps(c, tiles, run_time.dq, shared.dq[None, mine], run_time.turns, mine)
+                ops = self._reduce_ops(operands, run_time, tiles, shared, mine)
                 self.roles.reduce(ops, tiles, Inbox(mine))
         else:
             cute.arch.setmaxregister_increase(mma.registers)
@@ -307,19 +323,34 @@ class BackwardSm90:
             ends = (k_consumer, v_consumer, q_consumer, do_consumer)
             self.roles.mma(ops, tiles, *ends, Exchange(mine), Outbox(mine))
 
-    def _shared(self, smem):
-        """Tensors in shared memory, by the graph's map."""
-        c, dtype, layouts = self.config, element(self.config), self._smem_layouts()
-        pointers = {
+    def _allocate(self, smem):
+        """Pointers to the shared memory of each buffer that has its own, by the graph's map."""
+        return {
             name: smem.allocate(nbytes, byte_alignment=SMEM_ALIGN)
             for name, nbytes in self.graph.allocations().items()
         }
+
+    def _open_tiles(self, smem, pointers, next_tile, place):
+        """Slots and barriers of the ring of tiles."""
+        words = cute.recast_ptr(pointers["tiles"], dtype=Int32)
+        full, empty = (smem.allocate_array(cutlass.Int64, TILE_SLOTS) for _ in range(2))
+        start, ctas, lane = place
+        slots = cute.make_tensor(words, cute.make_layout(TILE_SLOTS))
+        return KvTileSlots(slots, full, empty, next_tile, start, ctas, lane % WARP)
+
+    def _shared(self, pointers):
+        """Tensors in shared memory, by the graph's map."""
+        c, dtype, layouts = self.config, element(self.config), self._smem_layouts()
         tensors = {}
         for buffer in self.graph.buffers:
             if buffer.name in layouts:
                 layout, pointer = layouts[buffer.name], pointers[buffer.borrows or buffer.name]
                 pointer = cute.recast_ptr(pointer, swizzle_=layout.inner, dtype=dtype)
-                tensors[buffer.name] = cute.make_tensor(pointer, layout.outer)
+                outer = layout.outer
+                if c.handed_out and buffer.name in ("dk", "dv"):  # each in its warpgroup's box
+                    boxes = cute.make_layout(MMA_WARPGROUPS, stride=c.box_bytes // ELEMENT_BYTES)
+                    outer = cute.append(cute.slice_(outer, (None, None, 0)), boxes)
+                tensors[buffer.name] = cute.make_tensor(pointer, outer)
         floats = cute.recast_ptr(pointers["dq"], dtype=Float32)
         tensors["dq"] = cute.make_tensor(floats, cute.make_layout((c.dq_floats, MMA_WARPGROUPS)))
         for name, ring in (("lse", "q"), ("delta", "do")):
@@ -361,6 +392,21 @@ class BackwardSm90:
             sDO=shared.do,
             sLSE=shared.lse,
             sD=shared.delta,
+        )
+
+    def _reduce_ops(self, operands, run_time, tiles, shared, mine):
+        """Verbs of the ``reduce`` role of one warpgroup."""
+        return ReduceOps(
+            config=self.config,
+            tiles=tiles,
+            mDQ=run_time.dq,
+            sDQ=shared.dq[None, mine],
+            mTurns=run_time.turns,
+            sDK=shared.dk[None, None, mine],
+            sDV=shared.dv[None, None, mine],
+            dk_out=operands.dk,
+            dv_out=operands.dv,
+            warpgroup=mine,
         )
 
     def _mma_ops(self, mmas, operands, run_time, tiles, shared, place):

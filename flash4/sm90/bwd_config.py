@@ -19,6 +19,7 @@ MAX_HEAD_DIM = 128
 REGISTERS = (240, 24)  # per thread of ``mma``, and of the warpgroup of the others
 TURN_REGISTERS = (232, 40)  # where those work out whose turn it is, and ``mma`` can spare them
 STAGES = 2
+TILE_SLOTS = 2  # of the ring of tiles, where they are handed out
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class BackwardConfig:
         alibi: scores lose a slope of their head times the distance between query and key.
         ordered: tiles add to dQ in a fixed order, so that it is bitwise repeatable.
         late: a step multiplies dQ of the step before, so that the warpgroups need not keep step.
+        handed_out: a CTA takes tile after tile from a counter, and its loads run ahead into the next one.
     """
 
     bf16: bool
@@ -53,6 +55,7 @@ class BackwardConfig:
     alibi: bool = False
     ordered: bool = False
     late: bool = False
+    handed_out: bool = False
 
     def __post_init__(self):
         if self.swap_dq and (self.tile_d != 2 * MMA_ROWS or self.tile_m % 16):
@@ -63,6 +66,13 @@ class BackwardConfig:
             raise ValueError(f"tile_m is {self.tile_m}; supported are 64 and 128, or swap_dq")
         if self.causal and self.right:
             raise ValueError("causal and right exclude each other: causal is a right side of 0")
+        if self.handed_out and self.box_bytes < MMA_ROWS * ELEMENT_BYTES * max(
+            self.tile_d, self.tile_dv
+        ):
+            raise ValueError(
+                f"handed_out with tile_m {self.tile_m}, tile_d {self.tile_d}, tile_dv {self.tile_dv}: dk and dv of "
+                f"{MMA_ROWS} keys leave through {self.box_bytes} bytes of dq"
+            )
 
     @property
     def tile_n(self) -> int:
@@ -79,20 +89,25 @@ class BackwardConfig:
     def numbers(self) -> tuple[str, ...]:
         """Numbers that the launch takes, in order.
 
-        ``scale`` is the factor of a score, ``cap_scale`` that within the cap.
+        ``scale`` is the factor of a score, ``cap_scale`` that within the cap, ``workers`` the CTAs to launch at most.
         """
         given = {
             "cap": self.softcap,
             "cap_scale": self.softcap,
             "left": self.left,
             "right": self.right,
+            "workers": self.handed_out,
         }
         return ("scale", *(name for name, present in given.items() if present))
 
     @property
     def optional_tensors(self) -> tuple[str, ...]:
         """Tensors that the launch takes after dk and dv, in order."""
-        given = {"alibi_slopes": self.alibi, "turns": self.ordered}
+        given = {
+            "alibi_slopes": self.alibi,
+            "turns": self.ordered,
+            "next_tile": self.handed_out,
+        }
         return tuple(name for name, present in given.items() if present)
 
     @property
@@ -113,6 +128,16 @@ class BackwardConfig:
         return self.tile_m * self.tile_d // MMA_WARPGROUPS
 
     @property
+    def box_bytes(self) -> int:
+        """Bytes of that."""
+        return FLOAT_BYTES * self.dq_floats
+
+    @property
+    def tile_readers(self) -> int:
+        """Warps that are told which tile comes next, where tiles are handed out."""
+        return sum(self.graph.role(name).active_warps for name in ("reduce", "mma"))
+
+    @property
     def statistics_bytes(self) -> int:
         """Bytes of LSE, or of D, of a step's queries."""
         return FLOAT_BYTES * self.tile_m
@@ -130,6 +155,7 @@ class BackwardConfig:
         load --[v x1 tma->warps]--> mma
         load --[q x2 tma->warps]--> mma
         load --[do x2 tma->warps]--> mma
+        load --[tiles x2 warp->warps]--> mma  (tiles handed out; ``reduce`` reads them too)
         """
         turns = self.ordered and (self.left or self.tile_d < 128)
         mma_registers, registers = TURN_REGISTERS if turns else REGISTERS
@@ -139,6 +165,12 @@ class BackwardConfig:
         k_bytes, v_bytes = (TILE_N * d * ELEMENT_BYTES for d in (self.tile_d, self.tile_dv))
         q_bytes, do_bytes = (self.tile_m * d * ELEMENT_BYTES for d in (self.tile_d, self.tile_dv))
         statistics = self.statistics_bytes
+        tiles, words = (), ()
+        hosts = {"dk": "k", "dv": "v"}
+        if self.handed_out:
+            tiles = (Ring("tiles", load, mma, TILE_SLOTS, FLOAT_BYTES, tma=False),)
+            words = (Buffer("tiles", TILE_SLOTS * FLOAT_BYTES),)
+            hosts = {"dk": "dq", "dv": "dq"}
         return PipelineGraph(
             roles=(load, reduce, mma),
             rings=(
@@ -146,16 +178,18 @@ class BackwardConfig:
                 Ring("v", load, mma, 1, v_bytes),
                 Ring("q", load, mma, STAGES, q_bytes + statistics),
                 Ring("do", load, mma, STAGES, do_bytes + statistics),
+                *tiles,
             ),
             buffers=(
                 Buffer("k", k_bytes),
                 Buffer("v", v_bytes),
                 Buffer("ds", STAGES * self.tile_m * TILE_N * ELEMENT_BYTES),
-                Buffer("dq", MMA_WARPGROUPS * self.dq_floats * FLOAT_BYTES),
+                Buffer("dq", MMA_WARPGROUPS * self.box_bytes),
                 Buffer("q", STAGES * (q_bytes + statistics)),  # tiles, then LSE of each
                 Buffer("do", STAGES * (do_bytes + statistics)),  # tiles, then D of each
-                Buffer("dk", k_bytes, borrows="k"),
-                Buffer("dv", v_bytes, borrows="v"),
+                Buffer("dk", k_bytes, borrows=hosts["dk"]),
+                Buffer("dv", v_bytes, borrows=hosts["dv"]),
+                *words,
             ),
         )
 

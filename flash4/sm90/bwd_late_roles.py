@@ -59,9 +59,19 @@ class LateRoles(BackwardRoles):
             outbox.acquire()
             ops.put_dq(dq)
             outbox.commit()
-            exchange.sync()  # nobody reads K and V any more
-            ops.store(tile)  # dK and dV, through their memory
-            ops.wait_store()
-            v_slot.release()
-            k_slot.release()
+            if ops.handed_out:
+                v_slot.release()
+                k_slot.release()
+                outbox.acquire()
+                ops.put_dv()  # for ``reduce`` too, while the next tile begins
+                outbox.commit()
+                outbox.acquire()
+                ops.put_dk()
+                outbox.commit()
+            else:
+                exchange.sync()  # nobody reads K and V any more
+                ops.store(tile)  # dK and dV, through their memory
+                ops.wait_store()
+                v_slot.release()
+                k_slot.release()
             tile = tiles.next(tile)

@@ -225,6 +225,21 @@ class LoadOps:
         copy_row(sX[None, slot.index].iterator, source, c.statistics_bytes, slot.barrier)
 
 
+def store_rows(operand: Operand, tile, warpgroup, sX):
+    """Store a warpgroup's 64 keys of dK or dV by TMA; rows past the sequence are clipped."""
+    mX = operand.tensor[None, None, tile.head_kv, tile.batch]
+    at = (tile.n_block * (TILE_N // MMA_ROWS) + warpgroup, 0)
+    gX = cute.local_tile(mX, (MMA_ROWS, cute.size(sX, mode=[1])), at)
+    tXsX, tXgX = cpasync.tma_partition(
+        operand.atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(sX, 0, 2),
+        cute.group_modes(gX, 0, 2),
+    )
+    cute.copy(operand.atom, tXsX, tXgX)
+
+
 @dataclass(frozen=True)
 class ReduceOps:
     """Verbs of the ``reduce`` role, for one MMA warpgroup's part of dQ."""
@@ -234,7 +249,26 @@ class ReduceOps:
     mDQ: cute.Tensor  # (B, H, blocks, tile_m tile_d), float32
     sDQ: cute.Tensor  # (dq_floats,) of the warpgroup
     mTurns: object  # (B, H, blocks, 2) int32, tiles that have added; None if the order is free
+    sDK: cute.Tensor  # (64, tile_d)
+    sDV: cute.Tensor  # (64, tile_dv)
+    dk_out: Operand  # (S, D, heads_kv, B)
+    dv_out: Operand
     warpgroup: Int32
+
+    @property
+    def handed_out(self) -> bool:
+        """Whether dK and dV leave through the box."""
+        return self.config.handed_out
+
+    def store_dk(self, tile):
+        """Start the store of dK."""
+        store_rows(self.dk_out, tile, self.warpgroup, self.sDK)
+        cute.arch.cp_async_bulk_commit_group()
+
+    def store_dv(self, tile):
+        """Start the store of dV."""
+        store_rows(self.dv_out, tile, self.warpgroup, self.sDV)
+        cute.arch.cp_async_bulk_commit_group()
 
     def wait_turn(self, tile, i):
         """Wait until all tiles whose turn comes first have added theirs."""
@@ -317,6 +351,11 @@ class MmaOps:
     cap_scale: object  # factor of a score within the cap; None without one
     thread: Int32  # in the warpgroup
     warpgroup: Int32  # among the MMA warpgroups
+
+    @property
+    def handed_out(self) -> bool:
+        """Whether dK and dV leave through the box, while the next tile begins."""
+        return self.config.handed_out
 
     def phases(self, tile):
         """Steps with a mask, then those without."""
@@ -472,8 +511,8 @@ class MmaOps:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=BARRIER_STORE + self.warpgroup, number_of_threads=WARPGROUP)
         if cute.arch.make_warp_uniform(self.thread // 32) == 0:
-            self._store(tile, self.dk_out, self.sDK)
-            self._store(tile, self.dv_out, self.sDV)
+            store_rows(self.dk_out, tile, self.warpgroup, self.sDK)
+            store_rows(self.dv_out, tile, self.warpgroup, self.sDV)
             cute.arch.cp_async_bulk_commit_group()
 
     def _stage(self, tiled_mma, acc, factor, sX):
@@ -483,19 +522,13 @@ class MmaOps:
         r2s = self._store_copy(tiled_mma, transposed=False)
         cute.copy(r2s, r2s.retile(values), r2s.partition_D(sX))
 
-    def _store(self, tile, operand, sX):
-        """Shared memory -> global memory."""
-        mX = operand.tensor[None, None, tile.head_kv, tile.batch]
-        at = (tile.n_block * (TILE_N // MMA_ROWS) + self.warpgroup, 0)
-        gX = cute.local_tile(mX, (MMA_ROWS, cute.size(sX, mode=[1])), at)
-        tXsX, tXgX = cpasync.tma_partition(
-            operand.atom,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(sX, 0, 2),
-            cute.group_modes(gX, 0, 2),
-        )
-        cute.copy(operand.atom, tXsX, tXgX)
+    def put_dk(self):
+        """dK (scaled), registers -> box."""
+        self._stage(self.mma_dk, self.dk_acc, self.scale, self.sDK)
+
+    def put_dv(self):
+        """dV, registers -> box."""
+        self._stage(self.mma_dv, self.dv_acc, Float32(1.0), self.sDV)
 
     def wait_store(self):
         """Wait until this warp's stores have read their shared memory."""

@@ -65,16 +65,29 @@ class BackwardRoles:
                     outbox.commit()
                     ops.wait_mma(0)  # dK is there; Q is free
                     q_slot.release()
-            exchange.sync()  # nobody reads K and V any more
-            ops.store(tile)  # dK and dV, through their memory
-            ops.wait_store()
-            v_slot.release()
-            k_slot.release()
+            if ops.handed_out:
+                v_slot.release()
+                k_slot.release()
+                outbox.acquire()
+                ops.put_dv()  # for ``reduce`` too, while the next tile begins
+                outbox.commit()
+                outbox.acquire()
+                ops.put_dk()
+                outbox.commit()
+            else:
+                exchange.sync()  # nobody reads K and V any more
+                ops.store(tile)  # dK and dV, through their memory
+                ops.wait_store()
+                v_slot.release()
+                k_slot.release()
             tile = tiles.next(tile)
 
     @cute.jit
     def reduce(self, ops, tiles, inbox):
-        """Adds one warpgroup's part of each dQ to the sums in global memory, by turns if their order is fixed."""
+        """Adds one warpgroup's part of each dQ to the sums in global memory, by turns if their order is fixed.
+
+        Where tiles are handed out it stores dK and dV too.
+        """
         inbox.open()
         tile = tiles.first()
         while tile.valid:
@@ -85,5 +98,14 @@ class BackwardRoles:
                 ops.wait_read()
                 inbox.release()
                 ops.pass_turn(tile, i)  # what was added is written
+            if ops.handed_out:
+                inbox.wait()
+                ops.store_dv(tile)
+                ops.wait_read()
+                inbox.release()
+                inbox.wait()
+                ops.store_dk(tile)
+                ops.wait_read()
+                inbox.release()
             tile = tiles.next(tile)
         ops.drain()
