@@ -3,18 +3,21 @@
 The kernels before and after it are plain formulas here: they have no schedule.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from flash4.common.dsl import plain
 from flash4.common.geometry import ceil_div
 from flash4.common.graph import WARP, WARPGROUP
+from flash4.common.kv_handout import GivenKvTiles, KvTileViews, ToldKvTiles
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.numerics import LOG2E
 from flash4.problem import CallOptions
 from flash4.sim.barriers import NamedBarrier, Semaphore
 from flash4.sim.bulk import Accumulator, BulkGroups
+from flash4.sim.handout import shared_out
+from flash4.sim.kv_handout import HostKvSlots
 from flash4.sim.limits import check_graph
 from flash4.sim.machine import Machine
 from flash4.sim.memory import Fragment, Region, Space
@@ -54,7 +57,7 @@ class Call:
         dk: result.
         dv: result.
         options: of the call.
-        tiles: schedule of one CTA.
+        tiles: schedule of one CTA, or of one role where tiles are handed out.
         sums: (batch, head, block, warpgroup) -> what the machine's CTAs add to dQ there.
         turns: the same -> count of tiles that have added, if their order is fixed.
     """
@@ -69,7 +72,7 @@ class Call:
     dk: np.ndarray
     dv: np.ndarray
     options: CallOptions
-    tiles: KvTileSchedule
+    tiles: KvTileSchedule | KvTileViews
     sums: dict[tuple, Accumulator]
     turns: dict[tuple, Semaphore]
 
@@ -234,9 +237,32 @@ class Inbox:
 class ReduceOps:
     """Verbs of the ``reduce`` role, for one MMA warpgroup's part of dQ."""
 
-    def __init__(self, machine: Machine, call: Call, box: Box, group: int):
+    def __init__(self, machine: Machine, call: Call, box: Box, regions, group: int):
         self._machine, self._call, self._box, self._group = machine, call, box, group
-        self._bulk = BulkGroups(machine)
+        self._regions, self._bulk = regions, BulkGroups(machine)
+
+    @property
+    def handed_out(self) -> bool:
+        """Whether dK and dV leave through the box."""
+        return self._call.config.handed_out
+
+    def store_dk(self, tile):
+        """Start the store of dK."""
+        self._store("dk", self._call.dk, tile)
+
+    def store_dv(self, tile):
+        """Start the store of dV."""
+        self._store("dv", self._call.dv, tile)
+
+    def _store(self, name, result, tile):
+        first = tile.n_block * TILE_N + self._group * MMA_ROWS
+        target = result[tile.batch, first : first + MMA_ROWS, tile.head_kv]
+
+        def put(array):
+            target[:] = array[: target.shape[0], : target.shape[1]]
+
+        self._bulk.store(self._regions[name, self._group], put)
+        self._bulk.commit_group()
 
     def _key(self, tile, i):
         block, head = self._call.tiles.place(tile, i)
@@ -295,6 +321,11 @@ class MmaOps:
 
     def _fragment(self, name, columns, rows=MMA_ROWS, fill=np.nan):
         return Fragment(self._machine, f"{name} of {self._name}", (rows, columns), fill)
+
+    @property
+    def handed_out(self) -> bool:
+        """Whether dK and dV leave through the box, while the next tile begins."""
+        return self._config.handed_out
 
     def phases(self, tile):
         """Steps with a mask, then those without."""
@@ -396,6 +427,18 @@ class MmaOps:
     def put_dq(self, dq):
         """Registers -> box."""
         self._box.region.write(dq.values.copy())
+
+    def put_dk(self):
+        """dK (scaled), registers -> box."""
+        self._put("dk", self._dk, np.float32(self._call.options.softmax_scale))
+
+    def put_dv(self):
+        """dV, registers -> box."""
+        self._put("dv", self._dv, np.float32(1))
+
+    def _put(self, name, acc, factor):
+        values = round_to_16_bit(acc.values * factor, self._config.bf16)
+        self._regions[name, self._group].write(values)
 
     def store(self, tile):
         """Start the store of dK (scaled) and dV, this warpgroup's 64 rows."""
@@ -508,6 +551,7 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
     dk, dv = (np.full(x.shape, np.nan, np.float32) for x in (k, v))
     statistics = prepare(config, out, lse, dout, dlse)
     check_graph(config.graph, SMEM_LIMIT)
+    numbers = shared_out(grid.total, workers, seed)
     machine = None
     for worker in range(workers):
         if machine is None or not config.ordered:
@@ -515,7 +559,8 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
         lengths = (seqlen_q, seqlen_k)
         tiles = KvTileSchedule(blocks, grid, section, worker, workers, *lengths)
         call = Call(config, q, k, v, dout, *statistics, dk, dv, options, tiles, *shared)
-        _fill_cta(machine, call, variation, f"cta{worker}." if config.ordered else "")
+        prefix = f"cta{worker}." if config.ordered else ""
+        _fill_cta(machine, call, variation, prefix, numbers[worker])
         if worker == workers - 1 or not config.ordered:
             yield machine, call
 
@@ -537,12 +582,16 @@ def _regions(memory: Space, config: BackwardConfig, prefix: str) -> dict[tuple, 
         add(("dq", group), bases["dq"] + group * box, box, config.dq_shape)
         for name, width in (("dk", config.tile_d), ("dv", config.tile_dv)):
             size = MMA_ROWS * width * ELEMENT_BYTES
-            add((name, group), bases[name] + group * size, size, (MMA_ROWS, width))
+            apart = box if config.handed_out else size
+            add((name, group), bases[name] + group * apart, size, (MMA_ROWS, width))
     return regions
 
 
-def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str):
-    """Shared memory, rings, barriers and roles of one CTA, by the config's graph; ``prefix`` is that of its names."""
+def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, numbers):
+    """Shared memory, rings, barriers and roles of one CTA, by the config's graph.
+
+    ``prefix`` is that of its names, ``numbers`` those of its tiles if they are handed out.
+    """
     config, graph = call.config, call.config.graph
     role_class = variation.roles or (LateRoles if config.late else BackwardRoles)
     schedule = role_class()
@@ -556,6 +605,7 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str):
     rings = [
         Ring(machine, spec, MMA_WARPGROUPS, memory, bases[spec.name], shapes[spec.name])
         for spec in graph.rings
+        if spec.name in shapes
     ]
     regions = _regions(memory, config, prefix)
 
@@ -566,9 +616,10 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str):
     meeting = NamedBarrier(machine, BARRIER_EXCHANGE, "exchange", EXCHANGE_THREADS, WARPGROUP)
     stages = _ds_barriers(machine) if config.late else None
     roles = {name: plain(getattr(role_class, name)) for name in ("load", "mma", "reduce")}
-    order, tiles = ("k", "v", "q", "do"), call.tiles
+    order, call_for = ("k", "v", "q", "do"), _tiles_of_roles(machine, call, memory, numbers)
+    mine = call_for(GivenKvTiles, 1)
     machine.spawn(
-        f"{prefix}load", roles["load"], schedule, LoadOps(call), tiles, *ends("load", order)
+        f"{prefix}load", roles["load"], schedule, LoadOps(mine), mine.tiles, *ends("load", order)
     )
     for group in GROUPS:
         machine.name_barrier(BARRIER_STORE + group, f"store of mma[{group}]")
@@ -579,10 +630,26 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str):
                 for number, what in ((BARRIER_DQ_FULL, "full"), (BARRIER_DQ_EMPTY, "empty"))
             ),
         )
-        ops = MmaOps(machine, call, prefix, group, regions, box)
+        mine = call_for(ToldKvTiles, WARPS)
+        ops = MmaOps(machine, mine, prefix, group, regions, box)
         ends_and_signals = (*ends("mma", order), Exchange(meeting, stages, group), Outbox(box))
         machine.spawn(
-            f"{prefix}mma[{group}]", roles["mma"], schedule, ops, tiles, *ends_and_signals
+            f"{prefix}mma[{group}]", roles["mma"], schedule, ops, mine.tiles, *ends_and_signals
         )
-        ops = ReduceOps(machine, call, box, group)
-        machine.spawn(f"{prefix}reduce[{group}]", roles["reduce"], schedule, ops, tiles, Inbox(box))
+        mine = call_for(ToldKvTiles, 1)
+        ops = ReduceOps(machine, mine, box, regions, group)
+        machine.spawn(
+            f"{prefix}reduce[{group}]", roles["reduce"], schedule, ops, mine.tiles, Inbox(box)
+        )
+
+
+def _tiles_of_roles(machine: Machine, call: Call, memory: Space, numbers):
+    """What makes the call of one task, with its tiles: of a kind of views, that gives back slots with so many arrivals."""
+    config, graph = call.config, call.config.graph
+    if not config.handed_out:
+        return lambda kind, arrivals: call
+    place, beyond = (memory, graph.addresses()["tiles"]), call.tiles.grid.total
+    slots = HostKvSlots(
+        machine, graph.ring("tiles"), place, config.tile_readers, numbers, beyond
+    )
+    return lambda kind, arrivals: replace(call, tiles=kind(call.tiles, slots.of_role(arrivals)))
