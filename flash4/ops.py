@@ -303,6 +303,7 @@ class BackwardLaunch:
         config: of the main kernel.
         section: heads per section of the tile schedule.
         query_blocks: blocks of queries of each head.
+        workers: multiprocessors.
     """
 
     prepare: object
@@ -311,6 +312,7 @@ class BackwardLaunch:
     config: object
     section: int
     query_blocks: int
+    workers: int
 
 
 _backward_launches: dict[tuple, BackwardLaunch | None] = {}
@@ -326,14 +328,20 @@ def _backward_launch_for(q, k, v, options: CallOptions, dlse: bool) -> BackwardL
     problem = AttentionProblem.of_call(q, k, v, options)
     launch = None
     if not problem.is_empty:
-        plan = plan_backward(problem, *device_facts(q.device.index), dlse)
+        facts = device_facts(q.device.index)
+        plan = plan_backward(problem, *facts, dlse)
         with torch.cuda.device(q.device):
-            functions = [CACHE.get(*kernel) for kernel in plan.kernels]
-        launch = BackwardLaunch(*functions, plan.config, plan.section, plan.query_blocks)
+            launch = launch_of(plan, facts[1])
     if len(_backward_launches) >= MAX_LAUNCHES:
         _backward_launches.clear()
     _backward_launches[key] = launch
     return launch
+
+
+def launch_of(plan: BackwardPlan, workers: int) -> BackwardLaunch:
+    """Compiled kernels of a plan, on a GPU with so many multiprocessors."""
+    functions = [CACHE.get(*kernel) for kernel in plan.kernels]
+    return BackwardLaunch(*functions, plan.config, plan.section, plan.query_blocks, workers)
 
 
 def empty_gradients(q, k, v):
@@ -353,11 +361,17 @@ def run_backward(dout, dlse, inputs, out, lse, options: CallOptions):
         options: of the call.
     """
     launch = _backward_launch_for(*inputs, options, dlse is not None)
-    gradients, sink = empty_gradients(*inputs), options.sink
     if launch is None:
+        gradients = empty_gradients(*inputs)
         for gradient in gradients:
             gradient.zero_()
-        return *gradients, _gradient_without_keys(dlse, lse, sink)
+        return *gradients, _gradient_without_keys(dlse, lse, options.sink)
+    return launch_backward(launch, dout, dlse, inputs, out, lse, options)
+
+
+def launch_backward(launch: BackwardLaunch, dout, dlse, inputs, out, lse, options: CallOptions):
+    """Run the three kernels; see ``run_backward``."""
+    gradients, sink = empty_gradients(*inputs), options.sink
     dq, dk, dv = (addressable_out(gradient) for gradient in gradients)
     q, k, v, out, dout = (addressable(x) for x in (*inputs, out, dout))
     config, rows = launch.config, (q.shape[0], q.shape[2], launch.query_blocks)
@@ -370,15 +384,19 @@ def run_backward(dout, dlse, inputs, out, lse, options: CallOptions):
     if config.ordered:
         turns = q.new_empty((*rows, 2), dtype=torch.int32)
         prepared, tensors = (*prepared, turns), (*tensors, turns)
+    if config.handed_out:
+        next_tile = q.new_empty(1, dtype=torch.int32)
+        prepared, tensors = (*prepared, next_tile), (*tensors, next_tile)
     prepared += () if dlse is None else (dlse,)
     with torch.cuda.device(q.device):
         launch.prepare(prepared)
-        launch.main(tensors, _backward_numbers(config.numbers, options), launch.section)
+        numbers = _backward_numbers(config.numbers, options, launch.workers)
+        launch.main(tensors, numbers, launch.section)
         launch.finish(sums, dq, options.softmax_scale)
     return *gradients, _gradient_of_sink(statistics[1], lse, sink)
 
 
-def _backward_numbers(names: tuple[str, ...], options: CallOptions) -> tuple:
+def _backward_numbers(names: tuple[str, ...], options: CallOptions, workers: int) -> tuple:
     """Values of the numbers that a backward kernel takes; the scale keeps its sign."""
     scale, cap = options.softmax_scale, options.softcap
     values = {
@@ -387,6 +405,7 @@ def _backward_numbers(names: tuple[str, ...], options: CallOptions) -> tuple:
         "cap_scale": scale / cap if cap else None,
         "left": options.window_left,
         "right": options.window_right,
+        "workers": workers,
     }
     return tuple(values[name] for name in names)
 

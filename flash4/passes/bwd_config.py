@@ -18,6 +18,8 @@ class PrepareConfig:
         tile_dv: head dim of out, padded.
         dlse: the LSE has a gradient.
         ordered: turns of tiles that add to dQ are counted, from zero.
+        handed_out: so are tiles that CTAs take.
+        chained: the next kernel may be launched before this one has ended; it waits where it must.
     """
 
     bf16: bool
@@ -26,6 +28,8 @@ class PrepareConfig:
     tile_dv: int
     dlse: bool
     ordered: bool = False
+    handed_out: bool = False
+    chained: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class FinishConfig:
     tile_m: int
     tile_d: int
     swap_dq: bool
+    chained: bool = False
 
     @property
     def splits_queries(self) -> bool:
@@ -46,6 +51,10 @@ class FinishConfig:
 def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig]:
     """The kernels around a backward kernel of this config."""
     prepare = PrepareConfig(
-        config.bf16, config.tile_m, config.tile_d, config.tile_dv, dlse, config.ordered
+        config.bf16, config.tile_m, config.tile_d, config.tile_dv, dlse, config.ordered,
+        config.handed_out, config.chained,
+    )  # fmt: skip
+    finish = FinishConfig(
+        config.bf16, config.tile_m, config.tile_d, config.swap_dq, config.chained
     )
-    return prepare, FinishConfig(config.bf16, config.tile_m, config.tile_d, config.swap_dq)
+    return prepare, finish

@@ -58,6 +58,8 @@ class PrepareBackward:
                     assumed_align=4,
                 ),
             )
+        if c.handed_out:
+            tensors += (fake(Int32, (1,), stride=(1,), assumed_align=4),)
         if c.dlse:
             tensors += (statistic(seqlen, sym()),)
         return (tensors, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True))
@@ -65,7 +67,7 @@ class PrepareBackward:
     @cute.jit
     def __call__(
         self,
-        tensors,  # out, dout (B, S, H, Dv), lse (B, H, S); lse2, delta (B, H, padded S), dq (B, H, blocks, ..); turns, dlse
+        tensors,  # out, dout (B, S, H, Dv), lse (B, H, S); lse2, delta (B, H, padded S), dq (B, H, blocks, ..); turns, next_tile, dlse
         stream,
     ):
         """Launch."""
@@ -84,6 +86,8 @@ class PrepareBackward:
         out, dout, lse, lse2, delta, sums, *optional = tensors
         thread, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()
+        if cutlass.const_expr(c.chained):
+            cute.arch.griddepcontrol_launch_dependents()
         block, head, batch = place_of(index, blocks)
         passes = cute.ceil_div(c.tile_m, self.rows)
         lane, first = thread % self.lanes, thread // self.lanes
@@ -105,6 +109,10 @@ class PrepareBackward:
         if cutlass.const_expr(c.ordered):
             if thread < TURNS:
                 optional[0][batch, head, block, thread] = 0
+        if cutlass.const_expr(c.handed_out):
+            next_tile = optional[int(c.ordered)]
+            if (index == 0) & (thread == 0):
+                next_tile[0] = 0
         for i in cutlass.range_constexpr(passes):
             products = outs[None, i].load().to(Float32) * douts[None, i].load().to(Float32)
             total = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)

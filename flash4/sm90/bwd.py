@@ -196,7 +196,7 @@ class BackwardSm90:
             seqlen_k=k.shape[1],
         )
         ctas = grid.total
-        if self.config.handed_out:
+        if cutlass.const_expr(self.config.handed_out):
             ctas = cutlass.min(grid.total, numbers["workers"])
         self.kernel(
             self._tiled_mmas(), self._operands((q, k, v, do, dk, dv)), run_time, grid
@@ -205,6 +205,7 @@ class BackwardSm90:
             block=(self.graph.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=self.config.chained,
         )
 
     def _operands(self, tensors):
@@ -307,6 +308,9 @@ class BackwardSm90:
         load, reduce, mma = (self.graph.role(name) for name in ("load", "reduce", "mma"))
         if group == 0:
             cute.arch.setmaxregister_decrease(load.registers)
+            if cutlass.const_expr(c.chained):
+                cute.arch.griddepcontrol_launch_dependents()
+                cute.arch.griddepcontrol_wait()  # statistics, sums and counters are there
             if warp == 0:
                 ops = self._load_ops(operands, run_time, load_tiles, shared)
                 self.roles.load(ops, load_tiles, k_producer, v_producer, q_producer, do_producer)

@@ -40,6 +40,8 @@ class BackwardConfig:
         alibi: scores lose a slope of their head times the distance between query and key.
         ordered: tiles add to dQ in a fixed order, so that it is bitwise repeatable.
         late: a step multiplies dQ of the step before, so that the warpgroups need not keep step.
+        chained: the kernel is launched before the one before it has ended, and so is the one after it; each waits where it
+            must.
         handed_out: a CTA takes tile after tile from a counter, and its loads run ahead into the next one.
     """
 
@@ -56,6 +58,7 @@ class BackwardConfig:
     ordered: bool = False
     late: bool = False
     handed_out: bool = False
+    chained: bool = False
 
     def __post_init__(self):
         if self.swap_dq and (self.tile_d != 2 * MMA_ROWS or self.tile_m % 16):
