@@ -142,7 +142,7 @@ class BackwardPlan:
         """Temporary memory: for each query in whole blocks, dQ in float32 and two statistics; two turns of a block."""
         p, c = self.problem, self.config
         blocks = p.batch * p.heads_q * self.query_blocks
-        return 4 * blocks * (c.tile_m * (c.tile_d + 2) + 2 * c.ordered)
+        return 4 * blocks * (c.tile_m * (c.tile_d + 2) + 2 * c.turns)
 
     def __str__(self):
         lines = [

@@ -381,7 +381,7 @@ def launch_backward(launch: BackwardLaunch, dout, dlse, inputs, out, lse, option
     tensors = (q, k, v, dout, *statistics, sums, dk, dv)
     if options.alibi_slopes is not None:
         tensors += (_optional_tensor("alibi_slopes", options, q.shape[0]),)
-    if config.ordered:
+    if config.turns:
         turns = q.new_empty((*rows, 2), dtype=torch.int32)
         prepared, tensors = (*prepared, turns), (*tensors, turns)
     if config.handed_out:

@@ -74,6 +74,7 @@ class KvTileSchedule:
         step: number of CTAs.
         seqlen_q: queries per sequence.
         seqlen_k: keys per sequence.
+        backwards: a tile visits its blocks from the last to the first; static.
     """
 
     blocks: QueryBlocks
@@ -83,6 +84,7 @@ class KvTileSchedule:
     step: object
     seqlen_q: object
     seqlen_k: object
+    backwards: bool = False
 
     def first(self):
         """Return the CTA's first tile."""
@@ -116,8 +118,10 @@ class KvTileSchedule:
     def place(self, tile, i):
         """(block of queries, query head) of step ``i``: the heads of a block one after the other.
 
-        So the masked blocks of all heads come first.
+        So the masked blocks of all heads come first, or last.
         """
+        if self.backwards:
+            i = tile.steps - 1 - i
         block = i // self.grid.ratio
         head = tile.head_kv * self.grid.ratio + i - block * self.grid.ratio
         return tile.first_block + block, head
@@ -131,9 +135,14 @@ class KvTileSchedule:
         return self.blocks.rank(tile.n_block, block, self.seqlen_q, self.seqlen_k)
 
     def phases(self, tile) -> tuple[Phase, ...]:
-        """Steps with a mask, those without, and, with a window that limits the left side, again those with a mask."""
+        """Steps with a mask, those without, and, with a window that limits the left side, again those with a mask.
+
+        Backwards those without come first.
+        """
         unmasked = self.blocks.unmasked(tile.n_block, self.seqlen_q, self.seqlen_k)
         begin, end = (block * self.grid.ratio for block in unmasked)
+        if self.backwards:
+            return Phase(0, tile.steps - begin, False), Phase(tile.steps - begin, tile.steps, True)
         found = (Phase(0, begin, True), Phase(begin, end, False))
         return (*found, Phase(end, tile.steps, True)) if self.blocks.ends_early else found
 

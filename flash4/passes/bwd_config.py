@@ -17,8 +17,9 @@ class PrepareConfig:
         tile_d: head dim of dQ, padded.
         tile_dv: head dim of out, padded.
         dlse: the LSE has a gradient.
-        ordered: turns of tiles that add to dQ are counted, from zero.
+        turns: those of tiles that add to dQ are counted, from zero.
         handed_out: so are tiles that CTAs take.
+        zeroes: the sums of dQ have to start from zero.
         chained: the next kernel may be launched before this one has ended; it waits where it must.
     """
 
@@ -27,8 +28,9 @@ class PrepareConfig:
     tile_d: int
     tile_dv: int
     dlse: bool
-    ordered: bool = False
+    turns: bool = False
     handed_out: bool = False
+    zeroes: bool = True
     chained: bool = False
 
 
@@ -51,8 +53,8 @@ class FinishConfig:
 def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig]:
     """The kernels around a backward kernel of this config."""
     prepare = PrepareConfig(
-        config.bf16, config.tile_m, config.tile_d, config.tile_dv, dlse, config.ordered,
-        config.handed_out, config.chained,
+        config.bf16, config.tile_m, config.tile_d, config.tile_dv, dlse, config.turns,
+        config.handed_out, not config.first_stores, config.chained,
     )  # fmt: skip
     finish = FinishConfig(
         config.bf16, config.tile_m, config.tile_d, config.swap_dq, config.chained

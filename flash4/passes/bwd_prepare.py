@@ -49,7 +49,7 @@ class PrepareBackward:
         tensors = (
             rows(), rows(), statistic(seqlen, 1), statistic(padded, 1), statistic(padded, 1), sums,
         )  # fmt: skip
-        if c.ordered:
+        if c.turns:
             tensors += (
                 fake(
                     Int32,
@@ -100,17 +100,18 @@ class PrepareBackward:
             if (row < out.shape[1]) & (lane * VECTOR < out.shape[3]):
                 load_vector(out[batch, row, head, None], lane, outs[None, i])
                 load_vector(dout[batch, row, head, None], lane, douts[None, i])
-        zeros = cute.make_rmem_tensor(FLOATS, Float32)
-        zeros.fill(0.0)
-        target = sums[batch, head, block, None].iterator + thread * FLOATS
-        for i in cutlass.range_constexpr(c.tile_m * c.tile_d // (FLOATS * THREADS)):
-            at = (target + i * FLOATS * THREADS).align(16)
-            cute.autovec_copy(zeros, cute.make_tensor(at, cute.make_layout(FLOATS)))
-        if cutlass.const_expr(c.ordered):
+        if cutlass.const_expr(c.zeroes):
+            zeros = cute.make_rmem_tensor(FLOATS, Float32)
+            zeros.fill(0.0)
+            target = sums[batch, head, block, None].iterator + thread * FLOATS
+            for i in cutlass.range_constexpr(c.tile_m * c.tile_d // (FLOATS * THREADS)):
+                at = (target + i * FLOATS * THREADS).align(16)
+                cute.autovec_copy(zeros, cute.make_tensor(at, cute.make_layout(FLOATS)))
+        if cutlass.const_expr(c.turns):
             if thread < TURNS:
                 optional[0][batch, head, block, thread] = 0
         if cutlass.const_expr(c.handed_out):
-            next_tile = optional[int(c.ordered)]
+            next_tile = optional[int(c.turns)]
             if (index == 0) & (thread == 0):
                 next_tile[0] = 0
         for i in cutlass.range_constexpr(passes):

@@ -277,15 +277,17 @@ class ReduceOps:
     def wait_turn(self, tile, i):
         """Wait until all tiles whose turn comes first have added theirs."""
         rank = self._call.tiles.rank(tile, i)
-        if self._call.config.ordered and rank >= 0:
-            self._turn(self._key(tile, i)).wait(rank)
+        config = self._call.config
+        if config.turns and rank >= 0:
+            self._turn(self._key(tile, i)).wait(rank if config.ordered else min(rank, 1))
 
     def pass_turn(self, tile, i):
         """Wait until the addition is done, and let the next tile go."""
-        if not self._call.config.ordered:
+        config, rank = self._call.config, self._call.tiles.rank(tile, i)
+        if not config.ordered and not (config.first_stores and rank == 0):
             return
         self._bulk.wait_group(0)
-        if self._call.tiles.rank(tile, i) >= 0:
+        if rank >= 0:
             self._turn(self._key(tile, i)).add()
 
     def add_dq(self, tile, i):
@@ -296,7 +298,15 @@ class ReduceOps:
             ordered = call.config.ordered and not call.config.left
             shape = call.config.dq_shape
             call.sums[key] = Accumulator(self._machine, f"dQ{key}", shape, ordered)
-        self._bulk.reduce_add(self._box.region, call.sums[key], f"{tile.index}")
+            if call.config.first_stores:
+                call.sums[key].region.poke(np.full(shape, np.nan, np.float32))
+        total, label = call.sums[key], f"{tile.index}"
+        if call.config.first_stores and tile.n_block == 0:
+            self._bulk.store(
+                self._box.region, lambda array: total.put(array, label), total.region
+            )
+        else:
+            self._bulk.reduce_add(self._box.region, total, label)
         self._bulk.commit_group()
 
     def wait_read(self):
@@ -554,14 +564,16 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
     numbers = shared_out(grid.total, workers, seed)
     machine = None
     for worker in range(workers):
-        if machine is None or not config.ordered:
+        if machine is None or not config.turns:
             machine, shared = Machine(seed + worker, variation.strict), ({}, {})
         lengths = (seqlen_q, seqlen_k)
-        tiles = KvTileSchedule(blocks, grid, section, worker, workers, *lengths)
+        tiles = KvTileSchedule(
+            blocks, grid, section, worker, workers, *lengths, backwards=config.backwards
+        )
         call = Call(config, q, k, v, dout, *statistics, dk, dv, options, tiles, *shared)
-        prefix = f"cta{worker}." if config.ordered else ""
+        prefix = f"cta{worker}." if config.turns else ""
         _fill_cta(machine, call, variation, prefix, numbers[worker])
-        if worker == workers - 1 or not config.ordered:
+        if worker == workers - 1 or not config.turns:
             yield machine, call
 
 

@@ -301,7 +301,9 @@ class BackwardSm90:
 
         lengths = (run_time.seqlen_q, run_time.seqlen_k)
         blocks = c.blocks(run_time.left, run_time.right)
-        tiles = KvTileSchedule(blocks, grid, run_time.section, start, ctas, *lengths)
+        tiles = KvTileSchedule(
+            blocks, grid, run_time.section, start, ctas, *lengths, backwards=c.backwards
+        )
         load_tiles = tiles
         if cutlass.const_expr(c.handed_out):
             load_tiles, tiles = GivenKvTiles(tiles, slots), ToldKvTiles(tiles, slots)

@@ -40,6 +40,9 @@ class BackwardConfig:
         alibi: scores lose a slope of their head times the distance between query and key.
         ordered: tiles add to dQ in a fixed order, so that it is bitwise repeatable.
         late: a step multiplies dQ of the step before, so that the warpgroups need not keep step.
+        first_stores: the first tile of keys stores its part of dQ where the others wait for it and add, so that nothing need
+            be zero before. It must visit every block of queries.
+        backwards: blocks of queries come by from the last to the first, so that all tiles of a head begin with the same.
         chained: the kernel is launched before the one before it has ended, and so is the one after it; each waits where it
             must.
         handed_out: a CTA takes tile after tile from a counter, and its loads run ahead into the next one.
@@ -58,6 +61,8 @@ class BackwardConfig:
     ordered: bool = False
     late: bool = False
     handed_out: bool = False
+    first_stores: bool = False
+    backwards: bool = False
     chained: bool = False
 
     def __post_init__(self):
@@ -69,6 +74,10 @@ class BackwardConfig:
             raise ValueError(f"tile_m is {self.tile_m}; supported are 64 and 128, or swap_dq")
         if self.causal and self.right:
             raise ValueError("causal and right exclude each other: causal is a right side of 0")
+        if self.first_stores and (self.left or self.right):
+            raise ValueError("first_stores with a window: the first tile does not visit all queries")
+        if self.backwards and self.left:
+            raise ValueError("backwards with a window that limits the left side is not built")
         if self.handed_out and self.box_bytes < MMA_ROWS * ELEMENT_BYTES * max(
             self.tile_d, self.tile_dv
         ):
@@ -104,11 +113,16 @@ class BackwardConfig:
         return ("scale", *(name for name, present in given.items() if present))
 
     @property
+    def turns(self) -> bool:
+        """Whether tiles that add to dQ wait for others."""
+        return self.ordered or self.first_stores
+
+    @property
     def optional_tensors(self) -> tuple[str, ...]:
         """Tensors that the launch takes after dk and dv, in order."""
         given = {
             "alibi_slopes": self.alibi,
-            "turns": self.ordered,
+            "turns": self.turns,
             "next_tile": self.handed_out,
         }
         return tuple(name for name, present in given.items() if present)
@@ -160,8 +174,8 @@ class BackwardConfig:
         load --[do x2 tma->warps]--> mma
         load --[tiles x2 warp->warps]--> mma  (tiles handed out; ``reduce`` reads them too)
         """
-        turns = self.ordered and (self.left or self.tile_d < 128)
-        mma_registers, registers = TURN_REGISTERS if turns else REGISTERS
+        work_out = self.ordered and (self.left or self.tile_d < 128)
+        mma_registers, registers = TURN_REGISTERS if work_out else REGISTERS
         load = Role("load", range(0, 1), 1, registers)
         reduce = Role("reduce", range(0, 1), MMA_WARPGROUPS, registers, first_warp=1)
         mma = Role("mma", range(1, 1 + MMA_WARPGROUPS), 4 * MMA_WARPGROUPS, mma_registers)

@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from flash4.common import numerics
 from flash4.common.dsl import inline_ptx
-from flash4.common.geometry import choose
+from flash4.common.geometry import choose, imin
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.kv_tiles import KvTileSchedule
 from flash4.common.numerics import LOG2E
@@ -57,6 +57,22 @@ def add_floats(destination, source, nbytes: int):
         Int64(destination.toint()),
         Int32(source.toint()),
         Int32(nbytes),
+        side_effects=True,
+    )
+
+
+def put_or_add_floats(destination, source, nbytes: int, puts):
+    """Bulk store if ``puts`` is not 0, else addition, of float32; the whole warp calls it."""
+    inline_ptx(
+        None,
+        "l,r,r,r",
+        "{ .reg .pred p, q, s, a; elect.sync _|p, 0xffffffff; setp.ne.s32 q, $3, 0; and.pred s, p, q; not.pred q, q; "
+        "and.pred a, p, q; @s cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2; "
+        "@a cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2; }",
+        Int64(destination.toint()),
+        Int32(source.toint()),
+        Int32(nbytes),
+        Int32(puts),
         side_effects=True,
     )
 
@@ -271,28 +287,42 @@ class ReduceOps:
         cute.arch.cp_async_bulk_commit_group()
 
     def wait_turn(self, tile, i):
-        """Wait until all tiles whose turn comes first have added theirs."""
-        if self.config.ordered:
-            wait_for_count(self._turn(tile, i), self.tiles.rank(tile, i))
+        """Wait until all tiles whose turn comes first have added theirs, or the first has stored its."""
+        if self.config.turns:
+            before = self.tiles.rank(tile, i) if self.config.ordered else imin(tile.n_block, 1)
+            wait_for_count(self._turn(tile, i), before)
             cute.arch.fence_proxy("async.global")  # the copy engine comes after this thread
 
     def pass_turn(self, tile, i):
-        """Wait until the addition is done, and let the next tile go."""
-        if self.config.ordered:
+        """Wait until the addition is done, and let the next tile go, or those behind the first."""
+        if self.config.first_stores and not self.config.ordered:
+            self._let_go(tile, i)
+        elif self.config.ordered:
             cute.arch.cp_async_bulk_wait_group(0)
             cute.arch.fence_proxy("async.global")
             counts = choose(self.tiles.rank(tile, i) >= 0, 1, 0)  # others have no turn
             add_to_count(self._turn(tile, i), counts)
+
+    @cute.jit
+    def _let_go(self, tile, i):
+        if tile.n_block == 0:
+            cute.arch.cp_async_bulk_wait_group(0)
+            cute.arch.fence_proxy("async.global")
+            add_to_count(self._turn(tile, i), 1)
 
     def _turn(self, tile, i):
         block, head = self.tiles.place(tile, i)
         return self.mTurns[tile.batch, head, block, None].iterator + self.warpgroup
 
     def add_dq(self, tile, i):
-        """Accumulator += box, for the queries of step ``i``."""
+        """Accumulator += box, for the queries of step ``i``; the first tile may store it."""
         floats, (block, head) = self.config.dq_floats, self.tiles.place(tile, i)
         target = self.mDQ[tile.batch, head, block, None].iterator + self.warpgroup * floats
-        add_floats(target, self.sDQ.iterator, 4 * floats)
+        if self.config.first_stores:
+            puts = choose(tile.n_block == 0, 1, 0)
+            put_or_add_floats(target, self.sDQ.iterator, 4 * floats, puts)
+        else:
+            add_floats(target, self.sDQ.iterator, 4 * floats)
         cute.arch.cp_async_bulk_commit_group()
 
     def wait_read(self):
