@@ -48,10 +48,11 @@ def prepare(config, tensors):
     """``passes.bwd_prepare`` in torch."""
     out, dout, lse, lse2, delta, sums, *optional = tensors
     check_rows(out, dout)
-    assert len(optional) == config.ordered + config.dlse
-    dlse = optional[config.ordered :]
-    if config.ordered:
-        optional[0].zero_()
+    assert len(optional) == config.turns + config.handed_out + config.dlse
+    counters = config.turns + config.handed_out
+    for counter in optional[:counters]:
+        counter.zero_()
+    dlse = optional[counters:]
     d = (out.float() * dout.float()).sum(-1).transpose(1, 2)
     d = d - dlse[0] if dlse else d
     lse2.fill_(torch.inf)
@@ -59,7 +60,8 @@ def prepare(config, tensors):
     seen = lse != -torch.inf
     lse2[:, :, : lse.shape[2]] = torch.where(seen, lse / 0.6931471805599453, torch.inf)
     delta[:, :, : lse.shape[2]] = torch.where(seen, d, 0.0)
-    sums.zero_()
+    if config.zeroes:
+        sums.zero_()
 
 
 def multiply(config, tensors, numbers, section):
@@ -75,8 +77,10 @@ def multiply(config, tensors, numbers, section):
     if config.softcap:
         capped = torch.tanh(numbers["cap_scale"] * qs @ ks.mT)
         scores, slope = numbers["cap"] * capped, 1 - capped.square()
-    if config.ordered:
+    if config.turns:
         assert not optional["turns"].any() and optional["turns"].shape == (*sums.shape[:3], 2)
+    if config.handed_out:
+        assert not optional["next_tile"].any() and numbers["workers"] > 0
     distance = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q - torch.arange(seqlen_k)
     if config.alibi:
         scores = scores - optional["alibi_slopes"][:, :, None, None] * distance.abs()
@@ -93,7 +97,8 @@ def multiply(config, tensors, numbers, section):
     padded = torch.zeros(*sums.shape[:2], sums.shape[2] * config.tile_m, config.tile_d)
     padded[:, :, :seqlen_q, : q.shape[3]] = ds @ ks
     queries, columns = order_of_sums(config)
-    sums += padded.unflatten(2, (-1, config.tile_m))[:, :, :, queries, columns]
+    parts = padded.unflatten(2, (-1, config.tile_m))[:, :, :, queries, columns]
+    sums.copy_(parts if config.first_stores else sums + parts)
 
 
 def finish(config, sums, dq, scale):
@@ -448,7 +453,8 @@ def test_deterministic_gradients(asked):
     configs = {call.args[0]: call.args[1] for call in get.call_args_list}
     ordered = asked in ("True", "by torch")
     assert configs["flash4.sm90.bwd:BackwardSm90"].ordered == ordered
-    assert configs[PREPARE].ordered == ordered
+    assert configs[PREPARE].turns == configs["flash4.sm90.bwd:BackwardSm90"].turns
+    assert ordered <= configs[PREPARE].turns
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
