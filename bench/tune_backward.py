@@ -92,6 +92,7 @@ class Part:
     calls: list
 
     def __call__(self, *arguments):
+        """Launch, and remember."""
         self.calls[:] = [arguments]
         self.function(*arguments)
 
@@ -107,9 +108,9 @@ def time_parts(cell: Cell, variant: str, seconds: float) -> dict[str, float]:
     names = ("prepare", "main", "finish")
     launch = _launch(cell, variant)
     parts = {name: Part(getattr(launch, name), []) for name in names}
+    import flash4
     from flash4.interface import options_of
     from flash4.ops import launch_backward
-    import flash4
 
     tensors = (inputs.q, inputs.k, inputs.v)
     out, lse = flash4.flash_attn_func(*tensors, causal=cell.causal, return_lse=True)
@@ -172,7 +173,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for cell in select(args.cells):
         variants = ["", *filter(None, args.variants.split(","))]
         by_cell[cell] = [v for v in variants if plan_of(cell, v) is not None]
-    keys = {k: None for cell, found in by_cell.items() for v in found for k in plan_of(cell, v).kernels}
+    keys = {
+        k: None for cell, found in by_cell.items() for v in found for k in plan_of(cell, v).kernels
+    }
     errors = compile_ahead(list(keys), args.workers)
     for text in errors:
         print(text, file=sys.stderr)

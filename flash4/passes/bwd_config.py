@@ -56,7 +56,5 @@ def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig]:
         config.bf16, config.tile_m, config.tile_d, config.tile_dv, dlse, config.turns,
         config.handed_out, not config.first_stores, config.chained,
     )  # fmt: skip
-    finish = FinishConfig(
-        config.bf16, config.tile_m, config.tile_d, config.swap_dq, config.chained
-    )
+    finish = FinishConfig(config.bf16, config.tile_m, config.tile_d, config.swap_dq, config.chained)
     return prepare, finish

@@ -11,7 +11,7 @@ import inspect
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from flash4.sim.cluster import arrive_at
 from flash4.sim.machine import Hazard
 from flash4.sim.rings import Ring, SharedRing
 from flash4.sim.sm90_fwd import Variation, round_to_16_bit, simulate_forward
-from flash4.sm90 import bwd_roles, fwd_roles
+from flash4.sm90 import bwd_late_roles, bwd_roles, fwd_roles
 from flash4.sm90.bwd_config import BackwardConfig
 from flash4.sm90.fwd_config import ForwardConfig
 from flash4.sm100 import fwd_roles as fwd_roles_sm100
@@ -142,13 +142,18 @@ class BackwardProblem:
         return ((q, k, v, 0.1 * dout, lse, dout),)
 
 
-# Tiles of one step and of several, with and without a mask, one tile and several of a CTA, both ways to share out dQ.
+HANDED_OUT = {"handed_out": True, "first_stores": True, "backwards": True}
+# Tiles of one step and of several, with and without a mask, one tile and several of a CTA, both ways to share out dQ; dQ a
+# step late, tiles handed out, sums that the first tile stores.
 BACKWARD_PROBLEMS = (
     BackwardProblem(BackwardConfig(True, 16, 16, 64, False), 300, 200),
     BackwardProblem(BackwardConfig(True, 16, 16, 64, True), 200, 300, 2),
     BackwardProblem(BackwardConfig(True, 16, 16, 128, True), 300, 300, 1, 2),
     BackwardProblem(BackwardConfig(True, 16, 16, 64, False), 64, 400),
     BackwardProblem(BackwardConfig(True, 16, 16, 64, True, ordered=True), 300, 400, 1, 3),
+    BackwardProblem(BackwardConfig(True, 16, 16, 64, False, **HANDED_OUT), 150, 400, 1, 2),
+    BackwardProblem(BackwardConfig(True, 16, 16, 64, True, late=True), 200, 300, 2),
+    BackwardProblem(BackwardConfig(True, 16, 16, 64, True, late=True, **HANDED_OUT), 300, 400),
 )
 
 
@@ -378,6 +383,11 @@ def sm90_bwd_mutants() -> list[Mutant]:
     """All mutants of the Hopper backward: of its source, and of how its ends count slots."""
     source, path, vary = inspect.getsource(bwd_roles), bwd_roles.__file__, sm90_bwd.Variation
     found = list(mutants_of_source(source, path, "BackwardRoles", vary))
+    late = mutants_of_source(
+        inspect.getsource(bwd_late_roles), bwd_late_roles.__file__, "LateRoles",
+        lambda roles: vary(late_roles=roles),
+    )  # fmt: skip
+    found += [replace(mutant, name=f"late {mutant.name}") for mutant in late]
     for role in ("load", "mma"):
         for ring in ("k", "v", "q", "do"):
             for amount in (1, -1) if ring in ("q", "do") else (1,):

@@ -24,17 +24,16 @@ from flash4.sim.memory import Fragment, Region, Space
 from flash4.sim.rings import End, MmaQueue, Ring
 from flash4.sim.sm90_fwd import matmul, round_to_16_bit
 from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, TILE_N, BackwardConfig
+from flash4.sm90.bwd_late_roles import LateRoles
 from flash4.sm90.bwd_ops import (
     BARRIER_DQ_EMPTY,
     BARRIER_DQ_FULL,
     BARRIER_DS_EMPTY,
-    BARRIER_DS_FULL,
     BARRIER_EXCHANGE,
     BARRIER_STORE,
     BOX_THREADS,
     EXCHANGE_THREADS,
 )
-from flash4.sm90.bwd_late_roles import LateRoles
 from flash4.sm90.bwd_roles import BackwardRoles
 from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS, SMEM_LIMIT
 
@@ -128,56 +127,40 @@ class Exchange:
 
     Args:
         meeting: of both.
-        stages: (full, empty) barriers by warpgroup that writes and stage.
+        empty: barriers by warpgroup that writes dS and stage; None where they always meet.
         group: whose end this is.
     """
 
-    def __init__(self, meeting: NamedBarrier, stages, group: int):
-        self._meeting, self._stages, self._group = meeting, stages, group
+    def __init__(self, meeting: NamedBarrier, empty, group: int):
+        self._meeting, self._empty, self._group = meeting, empty, group
 
     def sync(self):
         """Wait for the other warpgroup."""
         self._meeting.sync()
 
     def open(self):
-        """Say that both stages of the other's dS are empty, as they are at first."""
-        for number in range(STAGES):
-            self.release(number)
+        """Say that the stage of the other's first dS is empty."""
+        self.release(1)
 
     def acquire(self, number):
         """Wait until the other has read the dS that the stage of ``number`` held."""
-        self._stages[self._group][number % STAGES][1].sync()
-
-    def post(self, number):
-        """Say that this warpgroup's dS is there."""
-        self._arrive(self._stages[self._group][number % STAGES][0])
-
-    def wait(self, number):
-        """Wait until the other's dS is there."""
-        self._stages[1 - self._group][number % STAGES][0].sync()
+        self._empty[self._group][number % STAGES].sync()
 
     def release(self, number):
         """Say that this warpgroup has read the other's dS."""
-        self._arrive(self._stages[1 - self._group][number % STAGES][1])
-
-    def _arrive(self, barrier: NamedBarrier):
+        barrier = self._empty[1 - self._group][number % STAGES]
         barrier.arrive()
         barrier.machine.give_way()
 
 
 def _ds_barriers(machine: Machine):
-    """(full, empty) barriers of dS by warpgroup that writes and stage."""
+    """Barriers of dS by warpgroup that writes it and stage."""
 
-    def barrier(first, what, group, stage):
-        name = f"ds[{group}][{stage}] {what}"
-        number = first + STAGES * group + stage
+    def barrier(group, stage):
+        number, name = BARRIER_DS_EMPTY + STAGES * group + stage, f"ds[{group}][{stage}] empty"
         return NamedBarrier(machine, number, name, EXCHANGE_THREADS, WARPGROUP)
 
-    kinds = ((BARRIER_DS_FULL, "full"), (BARRIER_DS_EMPTY, "empty"))
-    return [
-        [tuple(barrier(*kind, group, stage) for kind in kinds) for stage in range(STAGES)]
-        for group in GROUPS
-    ]
+    return [[barrier(group, stage) for stage in range(STAGES)] for group in GROUPS]
 
 
 @dataclass(frozen=True)
@@ -302,9 +285,7 @@ class ReduceOps:
                 call.sums[key].region.poke(np.full(shape, np.nan, np.float32))
         total, label = call.sums[key], f"{tile.index}"
         if call.config.first_stores and tile.n_block == 0:
-            self._bulk.store(
-                self._box.region, lambda array: total.put(array, label), total.region
-            )
+            self._bulk.store(self._box.region, lambda array: total.put(array, label), total.region)
         else:
             self._bulk.reduce_add(self._box.region, total, label)
         self._bulk.commit_group()
@@ -475,9 +456,10 @@ class MmaOps:
 
 @dataclass(frozen=True)
 class Variation:
-    """What a run may change, to see whether it matters; fields as of ``sm90_fwd.Variation``, roles None for the config's."""
+    """What a run may change, to see whether it matters; fields as of ``sm90_fwd.Variation``."""
 
-    roles: type | None = None
+    roles: type = BackwardRoles
+    late_roles: type = LateRoles  # of a config with ``late``
     miscounts: dict = field(default_factory=dict)
     strict: bool = True
 
@@ -605,7 +587,7 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, n
     ``prefix`` is that of its names, ``numbers`` those of its tiles if they are handed out.
     """
     config, graph = call.config, call.config.graph
-    role_class = variation.roles or (LateRoles if config.late else BackwardRoles)
+    role_class = variation.late_roles if config.late else variation.roles
     schedule = role_class()
     memory, bases = Space(machine), graph.addresses()
     shapes = {
@@ -626,7 +608,7 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, n
         return [End(named[name], variation.miscounts.get((role, name), 0)) for name in order]
 
     meeting = NamedBarrier(machine, BARRIER_EXCHANGE, "exchange", EXCHANGE_THREADS, WARPGROUP)
-    stages = _ds_barriers(machine) if config.late else None
+    empty = _ds_barriers(machine) if config.late else None
     roles = {name: plain(getattr(role_class, name)) for name in ("load", "mma", "reduce")}
     order, call_for = ("k", "v", "q", "do"), _tiles_of_roles(machine, call, memory, numbers)
     mine = call_for(GivenKvTiles, 1)
@@ -644,7 +626,7 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, n
         )
         mine = call_for(ToldKvTiles, WARPS)
         ops = MmaOps(machine, mine, prefix, group, regions, box)
-        ends_and_signals = (*ends("mma", order), Exchange(meeting, stages, group), Outbox(box))
+        ends_and_signals = (*ends("mma", order), Exchange(meeting, empty, group), Outbox(box))
         machine.spawn(
             f"{prefix}mma[{group}]", roles["mma"], schedule, ops, mine.tiles, *ends_and_signals
         )
@@ -661,7 +643,5 @@ def _tiles_of_roles(machine: Machine, call: Call, memory: Space, numbers):
     if not config.handed_out:
         return lambda kind, arrivals: call
     place, beyond = (memory, graph.addresses()["tiles"]), call.tiles.grid.total
-    slots = HostKvSlots(
-        machine, graph.ring("tiles"), place, config.tile_readers, numbers, beyond
-    )
+    slots = HostKvSlots(machine, graph.ring("tiles"), place, config.tile_readers, numbers, beyond)
     return lambda kind, arrivals: replace(call, tiles=kind(call.tiles, slots.of_role(arrivals)))

@@ -75,7 +75,9 @@ class BackwardConfig:
         if self.causal and self.right:
             raise ValueError("causal and right exclude each other: causal is a right side of 0")
         if self.first_stores and (self.left or self.right):
-            raise ValueError("first_stores with a window: the first tile does not visit all queries")
+            raise ValueError(
+                "first_stores with a window: the first tile does not visit all queries"
+            )
         if self.backwards and self.left:
             raise ValueError("backwards with a window that limits the left side is not built")
         if self.handed_out and self.box_bytes < MMA_ROWS * ELEMENT_BYTES * max(

@@ -22,9 +22,6 @@ class LateRoles(BackwardRoles):
             ops.begin(tile)  # dK = dV = 0
             k_slot = k_consumer.wait_and_advance()
             v_slot = v_consumer.wait_and_advance()
-            count = count + 1
-            exchange.acquire(count)
-            exchange.post(count)  # nothing: the first step multiplies what it finds, and drops it
             for phase in ops.phases(tile):  # masked steps, then the others: unrolled
                 for i in range(phase.begin, phase.end):
                     q_slot = q_consumer.wait_and_advance()
@@ -35,12 +32,13 @@ class LateRoles(BackwardRoles):
                     ops.softmax(tile, i, s, q_slot, phase)  # P = exp(scale S - LSE)
                     ops.wait_mma(0)  # dP is there
                     count = count + 1
-                    exchange.acquire(count)  # the other has multiplied the dS of two steps before
+                    # The other has multiplied the dS of two steps before, and so written that of the one before.
+                    exchange.acquire(count)
                     ops.ds(count, s, dp, do_slot)  # dS = P (dP - D), to registers and shared memory
-                    exchange.post(count)
                     ops.dv(do_slot)  # dV += P^T dO
-                    exchange.wait(count - 1)
-                    dq = ops.dq(count - 1, k_slot)  # dQ = dS K of the step before
+                    dq = ops.dq(
+                        count - 1, k_slot
+                    )  # dQ = dS K of the step before; dropped in the first
                     ops.wait_mma(1)  # dV is there
                     ops.dk(q_slot)  # dK += dS^T Q
                     ops.wait_mma(1)  # dQ is there, dK still in flight
@@ -52,10 +50,9 @@ class LateRoles(BackwardRoles):
                         outbox.commit()
                     ops.wait_mma(0)  # dK is there; Q is free
                     q_slot.release()
-            exchange.wait(count)
+            exchange.sync()
             dq = ops.dq(count, k_slot)
             ops.wait_mma(0)
-            exchange.release(count)
             outbox.acquire()
             ops.put_dq(dq)
             outbox.commit()

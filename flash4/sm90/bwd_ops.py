@@ -26,8 +26,9 @@ BARRIER_EXCHANGE = 1  # both MMA warpgroups
 BARRIER_DQ_FULL = 2  # one per MMA warpgroup: 2, 3
 BARRIER_DQ_EMPTY = 4  # one per MMA warpgroup: 4, 5
 BARRIER_STORE = 6  # one per MMA warpgroup: 6, 7
-BARRIER_DS_FULL = 8  # two per MMA warpgroup, by turns, for its dS that the other one waits for: 8, 9 and 10, 11
-BARRIER_DS_EMPTY = 12  # likewise: 12, 13 and 14, 15
+BARRIER_DS_EMPTY = (
+    8  # two per MMA warpgroup, by turns, for its dS that the other one has read: 8, 9 and 10, 11
+)
 EXCHANGE_THREADS = 2 * WARPGROUP
 BOX_THREADS = WARPGROUP + WARP  # a warpgroup that fills the box of dQ, and the warp that empties it
 
@@ -113,32 +114,17 @@ class Exchange:
         cute.arch.barrier(barrier_id=BARRIER_EXCHANGE, number_of_threads=EXCHANGE_THREADS)
 
     def open(self):
-        """Say that both stages of the other's dS are empty, as they are at first."""
-        for number in range(STAGES):
-            self.release(number)
+        """Say that the stage of the other's first dS is empty."""
+        self.release(1)
 
     def acquire(self, number):
         """Wait until the other has read the dS that the stage of ``number`` held."""
-        self._wait(BARRIER_DS_EMPTY, self.warpgroup, number)
-
-    def post(self, number):
-        """Say that this warpgroup's dS is there."""
-        self._arrive(BARRIER_DS_FULL, self.warpgroup, number)
-
-    def wait(self, number):
-        """Wait until the other's dS is there."""
-        self._wait(BARRIER_DS_FULL, 1 - self.warpgroup, number)
+        barrier = BARRIER_DS_EMPTY + STAGES * self.warpgroup + number % STAGES
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=EXCHANGE_THREADS)
 
     def release(self, number):
         """Say that this warpgroup has read the other's dS."""
-        self._arrive(BARRIER_DS_EMPTY, 1 - self.warpgroup, number)
-
-    def _wait(self, first, writer, number):
-        barrier = first + STAGES * writer + number % STAGES
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=EXCHANGE_THREADS)
-
-    def _arrive(self, first, writer, number):
-        barrier = first + STAGES * writer + number % STAGES
+        barrier = BARRIER_DS_EMPTY + STAGES * (1 - self.warpgroup) + number % STAGES
         cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=EXCHANGE_THREADS)
 
 
