@@ -3,6 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32
+from cutlass.memory import SmemAllocator
 
 from flash4.common.numerics import LOG2E
 from flash4.passes.bwd_config import THREADS, PrepareConfig
@@ -91,15 +92,21 @@ class PrepareBackward:
         block, head, batch = place_of(index, blocks)
         passes = cute.ceil_div(c.tile_m, self.rows)
         lane, first = thread % self.lanes, thread // self.lanes
+        sD = SmemAllocator().allocate_tensor(Float32, cute.make_layout(passes * self.rows))
         outs = cute.make_rmem_tensor((VECTOR, passes), self.dtype)
         douts = cute.make_rmem_tensor((VECTOR, passes), self.dtype)
-        outs.fill(0.0)
-        douts.fill(0.0)
+        # Every thread loads, so that no branch keeps loads apart: at the edges what is not asked for.
+        exists = lane * VECTOR < out.shape[3]
+        vector = cutlass.select_(exists, lane, 0)
         for i in cutlass.range_constexpr(passes):
-            row = block * c.tile_m + i * self.rows + first
-            if (row < out.shape[1]) & (lane * VECTOR < out.shape[3]):
-                load_vector(out[batch, row, head, None], lane, outs[None, i])
-                load_vector(dout[batch, row, head, None], lane, douts[None, i])
+            row = cutlass.min(block * c.tile_m + i * self.rows + first, out.shape[1] - 1)
+            load_vector(out[batch, row, head, None], vector, outs[None, i])
+            load_vector(dout[batch, row, head, None], vector, douts[None, i])
+        mine = block * c.tile_m + thread  # the query whose statistics this thread stores
+        stored = cutlass.min(mine, out.shape[1] - 1)
+        row_lse, row_dlse = lse[batch, head, stored], Float32(0.0)
+        if cutlass.const_expr(c.dlse):
+            row_dlse = optional[-1][batch, head, stored]
         if cutlass.const_expr(c.zeroes):
             zeros = cute.make_rmem_tensor(FLOATS, Float32)
             zeros.fill(0.0)
@@ -117,28 +124,27 @@ class PrepareBackward:
         for i in cutlass.range_constexpr(passes):
             products = outs[None, i].load().to(Float32) * douts[None, i].load().to(Float32)
             total = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            total = Float32(cutlass.select_(exists, total, Float32(0.0)))
             total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
-            row = block * c.tile_m + i * self.rows + first
-            if (lane == 0) & (i * self.rows + first < c.tile_m):
-                # What is +inf makes P = 0: rows behind the last, and rows that see no key.
-                row_lse, row_delta = Float32.inf, Float32(0.0)
-                if row < out.shape[1]:
-                    row_lse = lse[batch, head, row] * LOG2E
-                    row_delta = total
-                    if cutlass.const_expr(c.dlse):
-                        row_delta = total - optional[-1][batch, head, row]
-                    if row_lse == -Float32.inf:
-                        row_lse, row_delta = Float32.inf, Float32(0.0)
-                lse2[batch, head, row] = row_lse
-                delta[batch, head, row] = row_delta
+            if lane == 0:
+                sD[i * self.rows + first] = total
+        cute.arch.sync_threads()
+        if thread < c.tile_m:
+            # What is +inf makes P = 0: rows behind the last, and rows that see no key.
+            seen = (mine < out.shape[1]) & (row_lse != -Float32.inf)
+            lse2[batch, head, mine] = cutlass.select_(seen, row_lse * LOG2E, Float32.inf)
+            delta[batch, head, mine] = cutlass.select_(seen, sD[thread] - row_dlse, Float32(0.0))
 
 
 def place_of(index, blocks):
-    """(block, head, batch) of a CTA; ``blocks`` are the numbers of blocks and of heads."""
+    """(block, head, batch) of a CTA; ``blocks`` are the numbers of blocks and of heads.
+
+    Heads first: those of one query are neighbours in memory.
+    """
     count, heads = blocks
-    rest = index // count
-    batch = rest // heads
-    return index - rest * count, rest - batch * heads, batch
+    rest = index // heads
+    batch = rest // count
+    return rest - batch * count, index - rest * heads, batch
 
 
 def load_vector(row, lane, values):
