@@ -105,8 +105,8 @@ def time_parts(cell: Cell, variant: str, seconds: float) -> dict[str, float]:
     from bench.protocol import CudaDevice, Entry, measure
 
     (inputs,) = make_inputs(cell, 1, "backward", 0)
-    names = ("prepare", "main", "finish")
     launch = _launch(cell, variant)
+    names = [n for n in ("prepare", "main", "finish") if getattr(launch, n) is not None]
     parts = {name: Part(getattr(launch, name), []) for name in names}
     import flash4
     from flash4.interface import options_of
@@ -126,12 +126,13 @@ def time_parts(cell: Cell, variant: str, seconds: float) -> dict[str, float]:
     # The main kernel takes tiles from a counter that the one before it resets: time both, and subtract.
     first = functools.partial(parts["prepare"].function, *parts["prepare"].calls[0])
     both = [functools.partial(parts[name].function, *parts[name].calls[0]) for name in names[:2]]
-    last = functools.partial(parts["finish"].function, *parts["finish"].calls[0])
     entries += [
         Entry("prepare", (first,)),
         Entry("prepare+main", (lambda: [call() for call in both],)),
-        Entry("finish", (last,)),
     ]
+    if "finish" in parts:
+        last = functools.partial(parts["finish"].function, *parts["finish"].calls[0])
+        entries.append(Entry("finish", (last,)))
     found = measure(entries, CudaDevice(), seconds)
     return {name: timing.summary()["median_us"] for name, timing in found.timings.items()}
 

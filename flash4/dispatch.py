@@ -105,7 +105,7 @@ class BackwardPlan:
         arch: target architecture.
         config: its compile-time configuration.
         prepare: configuration of the kernel before it.
-        finish: configuration of the kernel after it.
+        finish: configuration of the kernel after it; None if there is none.
         grid: extent of the work in tiles of keys.
         section: heads whose tiles run together.
         reasons: why this kernel and this configuration.
@@ -130,7 +130,7 @@ class BackwardPlan:
     def kernels(self) -> tuple[tuple[str, object, str], ...]:
         """(kernel, config, architecture) of what is launched, in order."""
         named = ((PREPARE, self.prepare), (self.kernel, self.config), (FINISH, self.finish))
-        return tuple((kernel, config, self.arch) for kernel, config in named)
+        return tuple((kernel, config, self.arch) for kernel, config in named if config is not None)
 
     @property
     def query_blocks(self) -> int:

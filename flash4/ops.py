@@ -299,7 +299,7 @@ class BackwardLaunch:
     Attributes:
         prepare: compiled kernel before the main one.
         main: compiled kernel.
-        finish: compiled kernel after it.
+        finish: compiled kernel after it, or None.
         config: of the main kernel.
         section: heads per section of the tile schedule.
         query_blocks: blocks of queries of each head.
@@ -340,8 +340,9 @@ def _backward_launch_for(q, k, v, options: CallOptions, dlse: bool) -> BackwardL
 
 def launch_of(plan: BackwardPlan, workers: int) -> BackwardLaunch:
     """Compiled kernels of a plan, on a GPU with so many multiprocessors."""
-    functions = [CACHE.get(*kernel) for kernel in plan.kernels]
-    return BackwardLaunch(*functions, plan.config, plan.section, plan.query_blocks, workers)
+    prepare, main, *finish = (CACHE.get(*kernel) for kernel in plan.kernels)
+    finish = finish[0] if finish else None
+    return BackwardLaunch(prepare, main, finish, plan.config, plan.section, plan.query_blocks, workers)
 
 
 def empty_gradients(q, k, v):
@@ -387,12 +388,15 @@ def launch_backward(launch: BackwardLaunch, dout, dlse, inputs, out, lse, option
     if config.handed_out:
         next_tile = q.new_empty(1, dtype=torch.int32)
         prepared, tensors = (*prepared, next_tile), (*tensors, next_tile)
+    if config.converts:
+        tensors += (dq,)
     prepared += () if dlse is None else (dlse,)
     with torch.cuda.device(q.device):
         launch.prepare(prepared)
         numbers = _backward_numbers(config.numbers, options, launch.workers)
         launch.main(tensors, numbers, launch.section)
-        launch.finish(sums, dq, options.softmax_scale)
+        if launch.finish is not None:
+            launch.finish(sums, dq, options.softmax_scale)
     return *gradients, _gradient_of_sink(statistics[1], lse, sink)
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from flash4.common.dsl import plain
-from flash4.common.geometry import ceil_div
+from flash4.common.dq_blocks import DqBlocks
+from flash4.common.geometry import QueryBlocks, ceil_div
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.kv_handout import GivenKvTiles, KvTileViews, ToldKvTiles
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
@@ -58,7 +59,8 @@ class Call:
         options: of the call.
         tiles: schedule of one CTA, or of one role where tiles are handed out.
         sums: (batch, head, block, warpgroup) -> what the machine's CTAs add to dQ there.
-        turns: the same -> count of tiles that have added, if their order is fixed.
+        turns: the same -> count of tiles that have added, if somebody waits for them.
+        dq: result of the ``convert`` role, (batch, head, padded queries, padded head dim).
     """
 
     config: BackwardConfig
@@ -74,6 +76,22 @@ class Call:
     tiles: KvTileSchedule | KvTileViews
     sums: dict[tuple, Accumulator]
     turns: dict[tuple, Semaphore]
+    dq: np.ndarray
+
+    def turn(self, machine: Machine, key) -> Semaphore:
+        """The count of a key."""
+        if key not in self.turns:
+            self.turns[key] = Semaphore(machine, f"turns of dQ{key}")
+        return self.turns[key]
+
+    def place(self, key) -> tuple:
+        """Where a key's sums lie in dQ."""
+        c, (batch, head, block, part) = self.config, key
+        queries, columns = c.dq_shape
+        row, column = block * c.tile_m, part * columns
+        if c.splits_queries:
+            row, column = row + part * queries, 0
+        return batch, head, slice(row, row + queries), slice(column, column + columns)
 
 
 class LoadOps:
@@ -251,27 +269,34 @@ class ReduceOps:
         block, head = self._call.tiles.place(tile, i)
         return tile.batch, head, block, self._group
 
-    def _turn(self, key) -> Semaphore:
-        turns = self._call.turns
-        if key not in turns:
-            turns[key] = Semaphore(self._machine, f"turns of dQ{key}")
-        return turns[key]
+    def _turn(self, tile, i) -> Semaphore:
+        return self._call.turn(self._machine, self._key(tile, i))
 
     def wait_turn(self, tile, i):
         """Wait until all tiles whose turn comes first have added theirs."""
         rank = self._call.tiles.rank(tile, i)
         config = self._call.config
-        if config.turns and rank >= 0:
-            self._turn(self._key(tile, i)).wait(rank if config.ordered else min(rank, 1))
+        if (config.ordered or config.first_stores) and rank >= 0:
+            self._turn(tile, i).wait(rank if config.ordered else min(rank, 1))
 
     def pass_turn(self, tile, i):
-        """Wait until the addition is done, and let the next tile go."""
+        """Wait until the addition is done, and let the next tile go; see the verb of ``bwd_ops``."""
         config, rank = self._call.config, self._call.tiles.rank(tile, i)
-        if not config.ordered and not (config.first_stores and rank == 0):
-            return
-        self._bulk.wait_group(0)
-        if rank >= 0:
-            self._turn(self._key(tile, i)).add()
+        if config.ordered or (config.turns and rank == 0):
+            self._count(tile, i, 0, rank >= 0)
+        elif config.converts and i > 0:
+            self._count(tile, i - 1, 1)
+
+    def pass_last_turn(self, tile):
+        """Count the last addition of a tile, where that is not done yet."""
+        config = self._call.config
+        if config.converts and not config.ordered and tile.n_block > 0:
+            self._count(tile, tile.steps - 1, 0)
+
+    def _count(self, tile, i, pending, counts=True):
+        self._bulk.wait_group(pending)
+        if counts:
+            self._turn(tile, i).add()
 
     def add_dq(self, tile, i):
         """Accumulator += box, for the queries of step ``i``."""
@@ -297,6 +322,35 @@ class ReduceOps:
     def drain(self):
         """Wait until all additions are done."""
         self._bulk.wait_group(0)
+
+
+class ConvertOps:
+    """Verbs of the ``convert`` role."""
+
+    def __init__(self, machine: Machine, call: Call):
+        self._machine, self._call = machine, call
+
+    def wait_sums(self, block):
+        """Wait until all tiles that visit a block have added theirs."""
+        self._call.turn(self._machine, self._key(block)).wait(block.visitors)
+
+    def load_sums(self, block, slot):
+        """Fill a slot with the sums."""
+        call, key = self._call, self._key(block)
+        queries, columns = call.config.dq_shape
+        sums = np.zeros((queries, columns), np.float32)
+        if key in call.sums:  # else nobody visits it
+            sums = call.sums[key].region.read()
+        slot.fill(sums.copy(), 4 * sums.size)
+
+    def convert(self, block, slot):
+        """Slot -> dQ."""
+        call = self._call
+        values = slot.region.read() * np.float32(call.options.softmax_scale)
+        call.dq[call.place(self._key(block))] = round_to_16_bit(values, call.config.bf16)
+
+    def _key(self, block):
+        return block.batch, block.head, block.block, block.part
 
 
 class MmaOps:
@@ -505,22 +559,21 @@ def simulate_backward(
     Raises:
         Hazard: the schedule deadlocks or breaks a rule of the hardware.
     """
-    q = tensors[0]
-    batch, seqlen, heads, head_dim = q.shape
-    blocks = ceil_div(seqlen, config.tile_m)
+    _, seqlen, _, head_dim = tensors[0].shape
     options = options if isinstance(options, CallOptions) else CallOptions(options)
-    dq = np.zeros((batch, heads, blocks * config.tile_m, config.tile_d), np.float32)
+    dq = None
     for machine, call in backward_machines(
         config, tensors, options, workers, seed, variation, dlse
     ):
         machine.run()
-        for (b, head, block, group), part in call.sums.items():
-            queries, columns = config.dq_shape
-            row, column = block * config.tile_m, group * columns
-            if config.splits_queries:
-                row, column = row + group * queries, 0
-            dq[b, head, row : row + queries, column : column + columns] += part.values
-    dq = round_to_16_bit(dq * np.float32(options.softmax_scale), config.bf16)
+        if config.converts:
+            dq = call.dq
+            continue
+        dq = np.zeros_like(call.dq) if dq is None else dq
+        for key, part in call.sums.items():
+            dq[call.place(key)] += part.values
+    if not config.converts:
+        dq = round_to_16_bit(dq * np.float32(options.softmax_scale), config.bf16)
     dq = dq.transpose(0, 2, 1, 3)
     return dq[:, :seqlen, :, :head_dim], call.dk, call.dv
 
@@ -541,6 +594,8 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
     grid = KvGrid(ceil_div(seqlen_k, TILE_N), heads_kv, batch, heads // heads_kv)
     workers, section = min(workers, grid.total), 1 + seed % grid.head_count
     dk, dv = (np.full(x.shape, np.nan, np.float32) for x in (k, v))
+    rows = ceil_div(seqlen_q, config.tile_m) * config.tile_m
+    dq = np.full((batch, heads, rows, config.tile_d), np.nan, np.float32)
     statistics = prepare(config, out, lse, dout, dlse)
     check_graph(config.graph, SMEM_LIMIT)
     numbers = shared_out(grid.total, workers, seed)
@@ -552,7 +607,7 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
         tiles = KvTileSchedule(
             blocks, grid, section, worker, workers, *lengths, backwards=config.backwards
         )
-        call = Call(config, q, k, v, dout, *statistics, dk, dv, options, tiles, *shared)
+        call = Call(config, q, k, v, dout, *statistics, dk, dv, options, tiles, *shared, dq)
         prefix = f"cta{worker}." if config.turns else ""
         _fill_cta(machine, call, variation, prefix, numbers[worker])
         if worker == workers - 1 or not config.turns:
@@ -595,9 +650,14 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, n
         "v": (TILE_N, config.tile_dv),
         "q": (config.tile_m, config.tile_d + 1),
         "do": (config.tile_m, config.tile_dv + 1),
+        "sums": config.dq_shape,
     }
+
+    def readers(spec):
+        return MMA_WARPGROUPS if spec.consumer.name == "mma" else 1
+
     rings = [
-        Ring(machine, spec, MMA_WARPGROUPS, memory, bases[spec.name], shapes[spec.name])
+        Ring(machine, spec, readers(spec), memory, bases[spec.name], shapes[spec.name])
         for spec in graph.rings
         if spec.name in shapes
     ]
@@ -635,6 +695,14 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, n
         machine.spawn(
             f"{prefix}reduce[{group}]", roles["reduce"], schedule, ops, mine.tiles, Inbox(box)
         )
+
+
+    if config.converts:
+        queries = QueryBlocks(config.tile_m, TILE_N, config.causal)
+        blocks = DqBlocks(queries, call.tiles, MMA_WARPGROUPS)
+        convert, ops = plain(role_class.convert), ConvertOps(machine, call)
+        both = ends("convert", ("sums", "sums"))
+        machine.spawn(f"{prefix}convert", convert, schedule, ops, blocks, *both)
 
 
 def _tiles_of_roles(machine: Machine, call: Call, memory: Space, numbers):

@@ -26,12 +26,14 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from flash4.common.dq_blocks import DqBlocks
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.kv_handout import GivenKvTiles, ToldKvTiles
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.numerics import LOG2E, opaque
 from flash4.common.tma_views import permuted_view
 from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, TILE_N, TILE_SLOTS, BackwardConfig
+from flash4.sm90.bwd_convert import ConvertOps
 from flash4.sm90.bwd_late_roles import LateRoles
 from flash4.sm90.bwd_ops import Exchange, Inbox, LoadOps, MmaOps, Outbox, ReduceOps
 from flash4.sm90.bwd_roles import BackwardRoles
@@ -80,6 +82,7 @@ class RunTime:
     slopes: object  # (B, H), float32
     turns: object  # (B, H, blocks, 2), int32
     next_tile: object  # (1,) int32, zero at the launch
+    dq_out: object  # (B, S, H, D), 16 bit
     section: Int32
     seqlen_q: Int32
     seqlen_k: Int32
@@ -154,6 +157,7 @@ class BackwardSm90:
                 assumed_align=4,
             ),
             "next_tile": fake(Int32, (1,), stride=(1,), assumed_align=4),
+            "dq_out": tensor(batch, seqlen_q, heads, head_dim),
         }
         tensors += tuple(optional[name] for name in c.optional_tensors)
         types = {"left": Int32, "right": Int32, "workers": Int32}
@@ -191,6 +195,7 @@ class BackwardSm90:
             slopes=optional.get("alibi_slopes"),
             turns=optional.get("turns"),
             next_tile=optional.get("next_tile"),
+            dq_out=optional.get("dq_out"),
             section=section,
             seqlen_q=q.shape[1],
             seqlen_k=k.shape[1],
@@ -292,7 +297,9 @@ class BackwardSm90:
         v_producer, v_consumer = self._open_ring(smem, "v", lane)
         q_producer, q_consumer = self._open_ring(smem, "q", lane)
         do_producer, do_consumer = self._open_ring(smem, "do", lane)
-        slots = None
+        slots, sums = None, ()
+        if cutlass.const_expr(c.converts):
+            sums = self._open_ring(smem, "sums", lane)
         if cutlass.const_expr(c.handed_out):
             slots = self._open_tiles(smem, pointers, run_time.next_tile, (start, ctas, lane))
             slots.open(thread, c.tile_readers)
@@ -304,7 +311,7 @@ class BackwardSm90:
         tiles = KvTileSchedule(
             blocks, grid, run_time.section, start, ctas, *lengths, backwards=c.backwards
         )
-        load_tiles = tiles
+        load_tiles, dq_blocks = tiles, DqBlocks(blocks, tiles, MMA_WARPGROUPS)
         if cutlass.const_expr(c.handed_out):
             load_tiles, tiles = GivenKvTiles(tiles, slots), ToldKvTiles(tiles, slots)
         load, reduce, mma = (self.graph.role(name) for name in ("load", "reduce", "mma"))
@@ -321,6 +328,10 @@ class BackwardSm90:
                 mine = warp - first
                 ops = self._reduce_ops(operands, run_time, tiles, shared, mine)
                 self.roles.reduce(ops, tiles, Inbox(mine))
+            if cutlass.const_expr(c.converts):
+                if warp == self.graph.role("convert").first_warp:
+                    ops = self._convert_ops(run_time, pointers, lane % WARP)
+                    self.roles.convert(ops, dq_blocks, *sums)
         else:
             cute.arch.setmaxregister_increase(mma.registers)
             mine = group - mma.warpgroups.start
@@ -342,7 +353,9 @@ class BackwardSm90:
         full, empty = (smem.allocate_array(cutlass.Int64, TILE_SLOTS) for _ in range(2))
         start, ctas, lane = place
         slots = cute.make_tensor(words, cute.make_layout(TILE_SLOTS))
-        return KvTileSlots(slots, full, empty, next_tile, start, ctas, lane % WARP)
+        # A CTA that waits for all tiles of a block must not be waited for: the first tile of one that has not begun.
+        owned = not self.config.converts
+        return KvTileSlots(slots, full, empty, next_tile, start, ctas, lane % WARP, owned)
 
     def _shared(self, pointers):
         """Tensors in shared memory, by the graph's map."""
@@ -398,6 +411,19 @@ class BackwardSm90:
             sDO=shared.do,
             sLSE=shared.lse,
             sD=shared.delta,
+        )
+
+    def _convert_ops(self, run_time, pointers, lane):
+        """Verbs of the ``convert`` role."""
+        floats = cute.recast_ptr(pointers["sums"], dtype=Float32)
+        return ConvertOps(
+            config=self.config,
+            mSums=run_time.dq,
+            mTurns=run_time.turns,
+            mDQ=run_time.dq_out,
+            sSums=cute.make_tensor(floats, cute.make_layout((self.config.dq_floats, 1))),
+            scale=run_time.scale,
+            lane=lane,
         )
 
     def _reduce_ops(self, operands, run_time, tiles, shared, mine):

@@ -46,6 +46,8 @@ class BackwardConfig:
         chained: the kernel is launched before the one before it has ended, and so is the one after it; each waits where it
             must.
         handed_out: a CTA takes tile after tile from a counter, and its loads run ahead into the next one.
+        converts: a warp of its own makes dQ of the sums of a block when the last tile has added to them, which are in L2
+            then; else a kernel does so for all of them afterwards.
     """
 
     bf16: bool
@@ -64,6 +66,7 @@ class BackwardConfig:
     first_stores: bool = False
     backwards: bool = False
     chained: bool = False
+    converts: bool = False
 
     def __post_init__(self):
         if self.swap_dq and (self.tile_d != 2 * MMA_ROWS or self.tile_m % 16):
@@ -80,6 +83,11 @@ class BackwardConfig:
             )
         if self.backwards and self.left:
             raise ValueError("backwards with a window that limits the left side is not built")
+        if self.converts and (self.left or self.right or self.swap_dq or not self.handed_out):
+            raise ValueError(
+                "converts with a window, swap_dq or without handed_out: it needs a tile's own count of visitors, rows of "
+                "dQ, and CTAs of which none waits for one that has not begun"
+            )
         if self.handed_out and self.box_bytes < MMA_ROWS * ELEMENT_BYTES * max(
             self.tile_d, self.tile_dv
         ):
@@ -117,7 +125,7 @@ class BackwardConfig:
     @property
     def turns(self) -> bool:
         """Whether tiles that add to dQ wait for others."""
-        return self.ordered or self.first_stores
+        return self.ordered or self.first_stores or self.converts
 
     @property
     def optional_tensors(self) -> tuple[str, ...]:
@@ -126,6 +134,7 @@ class BackwardConfig:
             "alibi_slopes": self.alibi,
             "turns": self.turns,
             "next_tile": self.handed_out,
+            "dq_out": self.converts,
         }
         return tuple(name for name, present in given.items() if present)
 
@@ -175,8 +184,9 @@ class BackwardConfig:
         load --[q x2 tma->warps]--> mma
         load --[do x2 tma->warps]--> mma
         load --[tiles x2 warp->warps]--> mma  (tiles handed out; ``reduce`` reads them too)
+        convert --[sums x1 tma->warps]--> convert  (where that role is)
         """
-        work_out = self.ordered and (self.left or self.tile_d < 128)
+        work_out = (self.ordered and self.left) or (self.turns and self.tile_d < 128 and (self.ordered or self.converts))
         mma_registers, registers = TURN_REGISTERS if work_out else REGISTERS
         load = Role("load", range(0, 1), 1, registers)
         reduce = Role("reduce", range(0, 1), MMA_WARPGROUPS, registers, first_warp=1)
@@ -190,14 +200,20 @@ class BackwardConfig:
             tiles = (Ring("tiles", load, mma, TILE_SLOTS, FLOAT_BYTES, tma=False),)
             words = (Buffer("tiles", TILE_SLOTS * FLOAT_BYTES),)
             hosts = {"dk": "dq", "dv": "dq"}
+        roles, sums = (load, reduce, mma), ()
+        if self.converts:
+            convert = Role("convert", range(0, 1), 1, registers, first_warp=1 + MMA_WARPGROUPS)
+            roles, sums = (*roles, convert), (Ring("sums", convert, convert, 1, self.box_bytes),)
+            words += (Buffer("sums", self.box_bytes),)
         return PipelineGraph(
-            roles=(load, reduce, mma),
+            roles=roles,
             rings=(
                 Ring("k", load, mma, 1, k_bytes),
                 Ring("v", load, mma, 1, v_bytes),
                 Ring("q", load, mma, STAGES, q_bytes + statistics),
                 Ring("do", load, mma, STAGES, do_bytes + statistics),
                 *tiles,
+                *sums,
             ),
             buffers=(
                 Buffer("k", k_bytes),

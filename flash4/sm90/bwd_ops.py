@@ -274,27 +274,42 @@ class ReduceOps:
 
     def wait_turn(self, tile, i):
         """Wait until all tiles whose turn comes first have added theirs, or the first has stored its."""
-        if self.config.turns:
+        if self.config.ordered or self.config.first_stores:
             before = self.tiles.rank(tile, i) if self.config.ordered else imin(tile.n_block, 1)
             wait_for_count(self._turn(tile, i), before)
             cute.arch.fence_proxy("async.global")  # the copy engine comes after this thread
 
     def pass_turn(self, tile, i):
-        """Wait until the addition is done, and let the next tile go, or those behind the first."""
-        if self.config.first_stores and not self.config.ordered:
-            self._let_go(tile, i)
-        elif self.config.ordered:
-            cute.arch.cp_async_bulk_wait_group(0)
-            cute.arch.fence_proxy("async.global")
+        """Wait until the addition is done, and let the next tile go, or those behind the first.
+
+        Where only ``convert`` waits for it, what is counted is the addition before this one, which is done by now.
+        """
+        if self.config.ordered:
             counts = choose(self.tiles.rank(tile, i) >= 0, 1, 0)  # others have no turn
-            add_to_count(self._turn(tile, i), counts)
+            self._count(tile, i, 0, counts)
+        elif self.config.turns:
+            self._let_go(tile, i)
 
     @cute.jit
     def _let_go(self, tile, i):
         if tile.n_block == 0:
-            cute.arch.cp_async_bulk_wait_group(0)
-            cute.arch.fence_proxy("async.global")
-            add_to_count(self._turn(tile, i), 1)
+            self._count(tile, i, 0, 1)
+        elif cutlass.const_expr(self.config.converts):
+            if i > 0:
+                self._count(tile, i - 1, 1, 1)
+
+    @cute.jit
+    def pass_last_turn(self, tile):
+        """Count the last addition of a tile, where that is not done yet."""
+        if cutlass.const_expr(self.config.converts and not self.config.ordered):
+            if tile.n_block > 0:
+                self._count(tile, tile.steps - 1, 0, 1)
+
+    def _count(self, tile, i, pending, amount):
+        """Wait until at most ``pending`` groups are under way; then let others see the addition of step ``i``."""
+        cute.arch.cp_async_bulk_wait_group(pending)
+        cute.arch.fence_proxy("async.global")
+        add_to_count(self._turn(tile, i), amount)
 
     def _turn(self, tile, i):
         block, head = self.tiles.place(tile, i)

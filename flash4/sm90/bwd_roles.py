@@ -7,7 +7,7 @@ import cutlass.cute as cute
 
 
 class BackwardRoles:
-    """Roles ``load`` (one TMA warp), ``mma`` (two WGMMA warpgroups) and ``reduce`` (one warp for each of them)."""
+    """Roles ``load`` (one TMA warp), ``mma`` (two WGMMA warpgroups), ``reduce`` (one warp for each of them) and ``convert`` (one warp)."""
 
     @cute.jit
     def load(self, ops, tiles, k_producer, v_producer, q_producer, do_producer):
@@ -98,6 +98,7 @@ class BackwardRoles:
                 ops.wait_read()
                 inbox.release()
                 ops.pass_turn(tile, i)  # what was added is written
+            ops.pass_last_turn(tile)
             if ops.handed_out:
                 inbox.wait()
                 ops.store_dv(tile)
@@ -109,3 +110,17 @@ class BackwardRoles:
                 inbox.release()
             tile = tiles.next(tile)
         ops.drain()
+
+    @cute.jit
+    def convert(self, ops, blocks, sums_producer, sums_consumer):
+        """Makes dQ of the sums of every so many-th block; all tiles that visit one must have added to it."""
+        block = blocks.first()
+        while block.valid:
+            ops.wait_sums(block)
+            slot = sums_producer.acquire_and_advance()
+            ops.load_sums(block, slot)
+            slot.commit()
+            slot = sums_consumer.wait_and_advance()
+            ops.convert(block, slot)
+            slot.release()
+            block = blocks.next(block)

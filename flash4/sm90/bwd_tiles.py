@@ -20,6 +20,7 @@ class KvTileSlots:
     worker: Int32
     workers: Int32
     lane: Int32  # in the warp
+    owned: bool  # a CTA's first tile is its own number; else the counter gives that too; static
 
     @property
     def zero(self):
@@ -46,10 +47,12 @@ class KvTileSlots:
     def draw(self, number):
         """Index of this CTA's next tile: its own number first, then what the counter says; by a whole warp."""
         drawn = Int32(0)
-        if (self.lane == 0) & (number > 0):
+        if (self.lane == 0) & ((number > 0) | (not self.owned)):
             drawn = cute.arch.atomic_add(self.counter.iterator, Int32(1))
         drawn = cute.arch.shuffle_sync(drawn, 0)
-        return cutlass.select_(number > 0, drawn + self.workers, self.worker)
+        if cutlass.const_expr(self.owned):
+            drawn = cutlass.select_(number > 0, drawn + self.workers, self.worker)
+        return drawn
 
     def post(self, number, index):
         """Fill a slot; by a whole warp."""
