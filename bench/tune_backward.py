@@ -20,6 +20,7 @@ from typing import Any
 from bench import provenance, report
 from bench.ahead import compile_ahead
 from bench.shapes import Cell, select
+from flash4.common.geometry import ceil_div
 from flash4.dispatch import BackwardPlan, plan_backward
 from flash4.passes.bwd_config import passes_of
 
@@ -46,7 +47,7 @@ def plan_of(cell: Cell, variant: str) -> BackwardPlan | None:
         config = replace(plan.config, **changes)
     except ValueError:  # not a config; those that are tried need not all be
         return None
-    if not config.fits:
+    if not config.fits or config.lengths_obstacle(cell.seqlen, cell.seqlen):
         return None
     prepare, finish = passes_of(config, False)
     return replace(plan, config=config, prepare=prepare, finish=finish, section=section)
@@ -56,7 +57,9 @@ def plan_of(cell: Cell, variant: str) -> BackwardPlan | None:
 def _launch(cell: Cell, variant: str) -> Any:
     from flash4.ops import device_facts, launch_of
 
-    return launch_of(plan_of(cell, variant), device_facts(0)[1])
+    plan = plan_of(cell, variant)
+    blocks = ceil_div(cell.seqlen, plan.config.tile_m)
+    return launch_of(plan, blocks, device_facts(0)[1])
 
 
 def factory(cell: Cell, variant: str, q: Any, k: Any, v: Any) -> Any:

@@ -364,7 +364,8 @@ def flash_attn_varlen_func(
 
     Either side is packed, with ``cu_seqlens``, or a batch of rows; ``seqused`` says how many rows of each sequence are
     in use, counted from its first. Masks are aligned at the ends of what is in use. What lies in k and v outside that
-    never reaches a result, whatever it holds; rows of q outside that give 0 in out, and -inf in lse. Lengths may be 0.
+    never reaches a result, whatever it holds; rows of q outside that give 0 in out, and -inf in lse. Gradients of all rows
+    outside are 0, and what lies there, in the gradients of out and lse too, does not matter. Lengths may be 0.
 
     Args:
         q: (total_q, heads_q, head_dim) with ``cu_seqlens_q``, else (batch, seqlen_q, heads_q, head_dim).

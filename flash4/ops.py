@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flash4.common.kv_tiles import slots_of
 from flash4.common.mods import AUX
 from flash4.dispatch import (
     BackwardPlan,
@@ -20,7 +21,11 @@ from flash4.problem import LENGTHS, AttentionProblem, CallOptions, check_call, p
 ALIGNMENT = 16  # bytes; of addresses and strides that TMA takes
 MAX_LAUNCHES = 8_192
 REDONE = "redone"  # names of counters among a kernel's optional tensors
-NEXT_TILE = "next_tile"
+NEXT_TILE = "next_tile"  # zero at the launch
+RESET_COUNTER = "reset_counter"  # the same, and zero again behind it
+TURNS = "turns"
+THREADS_STREAM = 2  # handle by which each thread means a stream of its own
+LENGTHS_OF_QUERIES = ("cu_seqlens_q", "seqused_q")
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,28 @@ def _launch_of(plan: Plan, device, workers: int) -> Launch:
     config = plan.config
     with torch.cuda.device(device):
         function = CACHE.get(plan.kernel, config, plan.arch)
-    return Launch(function, plan.section, workers, config.numbers, config.optional_tensors)
+    used = plan.multiprocessors_of(workers)
+    return Launch(function, plan.section, used, config.numbers, config.optional_tensors)
+
+
+_reset_counters: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def reset_counter(device):
+    """A counter at zero for a kernel that leaves it so: one for each stream, where launches follow one another.
+
+    A graph that is captured gets new ones: it may be replayed on any stream.
+    """
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return reset_counter(device)
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    if stream == THREADS_STREAM or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = (device.index, stream)
+    if key not in _reset_counters:
+        _reset_counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _reset_counters[key]
 
 
 def _numbers(names: tuple[str, ...], options: CallOptions, scale: float) -> tuple:
@@ -219,6 +245,8 @@ def _run(launch: Launch, tensors, options: CallOptions, redone=None):
     counters = {REDONE: redone}
     if NEXT_TILE in launch.tensors:
         counters[NEXT_TILE] = lse.new_zeros(1, dtype=torch.int32)
+    if RESET_COUNTER in launch.tensors:
+        counters[RESET_COUNTER] = reset_counter(q.device)
     tensors += tuple(
         counters[name] if name in counters else _optional_tensor(name, options, batch)
         for name in launch.tensors
@@ -302,7 +330,7 @@ class BackwardLaunch:
         finish: compiled kernel after it, or None.
         config: of the main kernel.
         section: heads per section of the tile schedule.
-        query_blocks: blocks of queries of each head.
+        query_blocks: blocks of queries of each head, of a batch entry or of packed queries.
         workers: multiprocessors.
     """
 
@@ -331,18 +359,24 @@ def _backward_launch_for(q, k, v, options: CallOptions, dlse: bool) -> BackwardL
         facts = device_facts(q.device.index)
         plan = plan_backward(problem, *facts, dlse)
         with torch.cuda.device(q.device):
-            launch = launch_of(plan, facts[1])
+            launch = launch_of(plan, query_blocks(q, plan.config.tile_m, options), facts[1])
     if len(_backward_launches) >= MAX_LAUNCHES:
         _backward_launches.clear()
     _backward_launches[key] = launch
     return launch
 
 
-def launch_of(plan: BackwardPlan, workers: int) -> BackwardLaunch:
-    """Compiled kernels of a plan, on a GPU with so many multiprocessors."""
+def launch_of(plan: BackwardPlan, blocks: int, workers: int) -> BackwardLaunch:
+    """Compiled kernels of a plan; ``blocks`` as of ``query_blocks``, ``workers`` the GPU's multiprocessors."""
     prepare, main, *finish = (CACHE.get(*kernel) for kernel in plan.kernels)
     finish = finish[0] if finish else None
-    return BackwardLaunch(prepare, main, finish, plan.config, plan.section, plan.query_blocks, workers)
+    return BackwardLaunch(prepare, main, finish, plan.config, plan.section, blocks, workers)
+
+
+def query_blocks(q, tile: int, options: CallOptions) -> int:
+    """Blocks of ``tile`` queries of each head, of a batch entry or of packed ``q``."""
+    packed = options.cu_seqlens_q is not None
+    return slots_of(options.batch(q) if packed else 1, q.shape[-3], tile, packed)
 
 
 def empty_gradients(q, k, v):
@@ -371,33 +405,60 @@ def run_backward(dout, dlse, inputs, out, lse, options: CallOptions):
 
 
 def launch_backward(launch: BackwardLaunch, dout, dlse, inputs, out, lse, options: CallOptions):
-    """Run the three kernels; see ``run_backward``."""
+    """Run the kernels; see ``run_backward``."""
     gradients, sink = empty_gradients(*inputs), options.sink
-    dq, dk, dv = (addressable_out(gradient) for gradient in gradients)
-    q, k, v, out, dout = (addressable(x) for x in (*inputs, out, dout))
+    dq, dk, dv = (addressable_out(as_batch(gradient)) for gradient in gradients)
+    q, k, v, out, dout = (addressable(as_batch(x)) for x in (*inputs, out, dout))
+    obstacle = launch.config.lengths_obstacle(q.shape[1], k.shape[1])
+    if obstacle is not None:
+        raise ValueError(obstacle)
     config, rows = launch.config, (q.shape[0], q.shape[2], launch.query_blocks)
+    q, dout = (whole_rows(x) if config.ragged_q else x for x in (q, dout))
+    k, v = (whole_rows(x) if config.ragged_k else x for x in (k, v))
     statistics = q.new_empty((2, *rows[:2], rows[2] * config.tile_m), dtype=torch.float32)
     sums = q.new_empty((*rows, config.tile_m * config.tile_d), dtype=torch.float32)
-    prepared = (out, dout, lse.contiguous(), *statistics, sums)
-    tensors = (q, k, v, dout, *statistics, sums, dk, dv)
-    if options.alibi_slopes is not None:
-        tensors += (_optional_tensor("alibi_slopes", options, q.shape[0]),)
-    if config.turns:
-        turns = q.new_empty((*rows, 2), dtype=torch.int32)
-        prepared, tensors = (*prepared, turns), (*tensors, turns)
-    if config.handed_out:
-        next_tile = q.new_empty(1, dtype=torch.int32)
-        prepared, tensors = (*prepared, next_tile), (*tensors, next_tile)
-    if config.converts:
-        tensors += (dq,)
-    prepared += () if dlse is None else (dlse,)
+    counters = {
+        "turns": q.new_empty((*rows, 2), dtype=torch.int32) if config.turns else None,
+        "next_tile": q.new_empty(1, dtype=torch.int32) if config.handed_out else None,
+    }
+    batch = options.batch(inputs[0])
+    made = {name: x for name, x in counters.items() if x is not None} | {"dq_out": dq}
+    optional = {
+        name: made[name] if name in made else _optional_tensor(name, options, batch)
+        for name in config.optional_tensors
+    }
+    lengths = [optional[name] for name in LENGTHS_OF_QUERIES if name in optional]
+    prepared = (out, dout, as_batch(lse, 3).contiguous(), *statistics, sums, *lengths)
+    prepared += tuple(x for x in counters.values() if x is not None)
+    prepared += () if dlse is None else (as_batch(dlse, 3),)
+    tensors = (q, k, v, dout, *statistics, sums, dk, dv, *optional.values())
     with torch.cuda.device(q.device):
         launch.prepare(prepared)
         numbers = _backward_numbers(config.numbers, options, launch.workers)
         launch.main(tensors, numbers, launch.section)
         if launch.finish is not None:
-            launch.finish(sums, dq, options.softmax_scale)
-    return *gradients, _gradient_of_sink(statistics[1], lse, sink)
+            launch.finish((sums, dq, *lengths), options.softmax_scale)
+    if sink is None:
+        return *gradients, lse.new_empty(0)
+    delta = statistics_of_rows(statistics[1], lse, options.cu_seqlens_q, config.tile_m)
+    return *gradients, _gradient_of_sink(delta, as_batch(lse, 3), sink)
+
+
+def as_batch(x, ndim: int = 4):
+    """Packed sequences as a batch of one; others as they are."""
+    return x if x.ndim == ndim else x[None]
+
+
+def statistics_of_rows(statistic, lse, cu_seqlens, tile: int):
+    """A statistic of blocks of ``tile`` queries, by rows as in ``lse``, with a batch; see ``common.kv_sequences``."""
+    rows = lse.shape[-1]
+    if cu_seqlens is None:
+        return statistic[:, :, :rows]
+    row = torch.arange(rows, device=lse.device)
+    begins = torch.nn.functional.pad(cu_seqlens.long().clamp(0, rows), (1, 0))
+    sequence = torch.bucketize(row, begins[1:], right=True)
+    first = begins[sequence]
+    return statistic[:, :, (first // tile + sequence) * tile + row - first]
 
 
 def _backward_numbers(names: tuple[str, ...], options: CallOptions, workers: int) -> tuple:
@@ -416,10 +477,8 @@ def _backward_numbers(names: tuple[str, ...], options: CallOptions, workers: int
 
 def _gradient_of_sink(delta, lse, sink):
     """dsink = -sum of exp(sink - LSE) D, over batch and queries; nothing of rows with neither key nor sink."""
-    if sink is None:
-        return lse.new_empty(0)
     weight = torch.exp(sink.detach().float()[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)
-    return -(weight * delta[:, :, : lse.shape[2]]).sum((0, 2)).to(sink.dtype)
+    return -(weight * delta).sum((0, 2)).to(sink.dtype)
 
 
 def _gradient_without_keys(dlse, lse, sink):
@@ -428,7 +487,7 @@ def _gradient_without_keys(dlse, lse, sink):
         return lse.new_empty(0)
     if dlse is None or not lse.numel():
         return torch.zeros_like(sink)
-    return torch.where(lse == -torch.inf, 0.0, dlse).sum((0, 2)).to(sink.dtype)
+    return as_batch(torch.where(lse == -torch.inf, 0.0, dlse), 3).sum((0, 2)).to(sink.dtype)
 
 
 def plan_backward_call(
@@ -436,7 +495,11 @@ def plan_backward_call(
 ) -> BackwardPlan:
     """Plan of the backward of a call with ``inputs`` q, k and v, with the copies that they need."""
     plan = plan_backward(AttentionProblem.of_call(*inputs, options), arch, workers, dlse)
-    copies = zip(("q", "k", "v"), map(layout_obstacle, inputs), strict=True)
+    copies = list(zip(("q", "k", "v"), map(layout_obstacle, inputs), strict=True))
+    for i, ragged in enumerate((plan.config.ragged_q, *[plan.config.ragged_k] * 2)):
+        x = inputs[i]
+        if ragged and x.ndim == 4 and copies[i][1] is None and whole_rows(x) is not x:
+            copies[i] = (copies[i][0], "its batch stride is no multiple of its row stride")
     return replace(plan, copies=tuple(f"{name}: {why}" for name, why in copies if why is not None))
 
 
@@ -444,13 +507,16 @@ torch.library.define(
     "flash4::backward",
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float softmax_scale, "
     "bool causal=False, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, Tensor? sink=None, "
-    "Tensor? alibi_slopes=None, bool deterministic=False) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? alibi_slopes=None, bool deterministic=False, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 # Fields of CallOptions that the operator takes, in order.
 _BACKWARD_FIELDS = (
     "softmax_scale", "causal", "window_left", "window_right", "softcap", "sink", "alibi_slopes",
-    "deterministic",
+    "deterministic", *LENGTHS,
 )  # fmt: skip
+# Fields that hold tensors that are saved.
+_SAVED_FIELDS = ("sink", "alibi_slopes", *LENGTHS)
 SINK_INPUT = 3 + CallOptions._fields.index("sink")  # of the forward operator
 
 
@@ -507,21 +573,22 @@ def _save(ctx, inputs, output):
         obstacle = "gradients of alibi_slopes are not built yet; detach them"
     if obstacle is not None:
         raise NotImplementedError(f"{obstacle}; without gradients, call it under torch.no_grad()")
-    ctx.save_for_backward(q, k, v, *output, options.sink, options.alibi_slopes)
+    ctx.save_for_backward(q, k, v, *output, *(getattr(options, name) for name in _SAVED_FIELDS))
     ctx.set_materialize_grads(False)
-    ctx.options = options._replace(sink=None, alibi_slopes=None, aux_tensors=None)
+    ctx.options = options._replace(aux_tensors=None, **dict.fromkeys(_SAVED_FIELDS))
 
 
 def _gradients(ctx, dout, dlse):
-    *saved, sink, slopes = ctx.saved_tensors
+    tensors = ctx.saved_tensors  # once: checkpointing refuses to unpack them again
+    saved, optional = tensors[:5], tensors[5:]
     dout = torch.zeros_like(saved[3]) if dout is None else dout
-    options = ctx.options._replace(sink=sink, alibi_slopes=slopes)
+    options = ctx.options._replace(**dict(zip(_SAVED_FIELDS, optional, strict=True)))
     fields = (getattr(options, name) for name in _BACKWARD_FIELDS)
     *gradients, dsink = backward(dout, dlse, *saved, *fields)
     # As many as the caller gave: the dispatcher leaves out what is at its default.
     found = [None] * len(ctx.needs_input_grad)
     found[: len(gradients)] = gradients
-    if sink is not None:
+    if options.sink is not None:
         found[SINK_INPUT] = dsink
     asked = zip(ctx.needs_input_grad, found, strict=True)
     return tuple(x if wanted else None for wanted, x in asked)

@@ -3,7 +3,8 @@
 
 from dataclasses import dataclass
 
-from flash4.common.geometry import QueryBlocks, ceil_div, imax, imin
+from flash4.common.geometry import ceil_div, imax, imin
+from flash4.common.kv_tiles import KvTileSchedule
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,11 @@ class DqBlocks:
     all tiles begin with.
 
     Attributes:
-        visited: visiting rule of query blocks, without a window; static.
-        schedule: of the tiles of keys.
+        schedule: of the tiles of keys; no window limits which blocks they visit.
         parts: of a block; static.
     """
 
-    visited: QueryBlocks
-    schedule: object
+    schedule: KvTileSchedule
     parts: int
 
     def first(self):
@@ -58,7 +57,7 @@ class DqBlocks:
     def at(self, index):
         """Decode an index."""
         tiles = self.schedule
-        grid, blocks = tiles.grid, ceil_div(tiles.seqlen_q, self.visited.tile_m)
+        grid, blocks = tiles.grid, ceil_div(tiles.seqlen_q, tiles.blocks.tile_m)
         total_heads = grid.head_count * grid.ratio
         heads_of_section, count = tiles.section * grid.ratio, index // self.parts
         section = count // (heads_of_section * blocks)
@@ -69,7 +68,7 @@ class DqBlocks:
         head = section * heads_of_section + within - position * heads
         heads_q = grid.heads_kv * grid.ratio
         batch = head // heads_q
-        descends = tiles.backwards and not self.visited.causal
+        descends = tiles.backwards and not tiles.blocks.causal
         block = blocks - 1 - position if descends else position
         return DqBlock(
             index=index,
@@ -84,7 +83,7 @@ class DqBlocks:
     def _visitors(self, block):
         """Tiles of keys that visit a block of queries."""
         tiles = self.schedule
-        if not self.visited.causal:
+        if not tiles.blocks.causal:
             return tiles.grid.n_blocks
-        keys = (block + 1) * self.visited.tile_m + tiles.seqlen_k - tiles.seqlen_q
-        return imin(ceil_div(imax(keys, 0), self.visited.tile_n), tiles.grid.n_blocks)
+        keys = (block + 1) * tiles.blocks.tile_m + tiles.seqlen_k - tiles.seqlen_q
+        return imin(ceil_div(imax(keys, 0), tiles.blocks.tile_n), tiles.grid.n_blocks)

@@ -33,15 +33,17 @@ class KvTileViews:
         """Visiting rule of query blocks."""
         return self.schedule.blocks
 
-    @property
-    def seqlen_q(self):
-        """Queries per sequence."""
-        return self.schedule.seqlen_q
+    def lengths(self, tile):
+        """(queries, keys) of the tile's sequence."""
+        return self.schedule.lengths(tile)
 
-    @property
-    def seqlen_k(self):
-        """Keys per sequence."""
-        return self.schedule.seqlen_k
+    def where(self, tile):
+        """Where the tile lies."""
+        return self.schedule.where(tile)
+
+    def is_seen(self, tile):
+        """Whether the tile has a key that exists."""
+        return self.schedule.is_seen(tile)
 
     def place(self, tile, i):
         """(block of queries, query head) of a step."""

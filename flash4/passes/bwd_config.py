@@ -21,6 +21,8 @@ class PrepareConfig:
         handed_out: so are tiles that CTAs take.
         zeroes: the sums of dQ have to start from zero.
         chained: the next kernel may be launched before this one has ended; it waits where it must.
+        cu_q: queries are packed, as in ``sm90.bwd_config.BackwardConfig``.
+        used_q: queries in use are counted.
     """
 
     bf16: bool
@@ -32,6 +34,8 @@ class PrepareConfig:
     handed_out: bool = False
     zeroes: bool = True
     chained: bool = False
+    cu_q: bool = False
+    used_q: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class FinishConfig:
     tile_d: int
     swap_dq: bool
     chained: bool = False
+    cu_q: bool = False
+    used_q: bool = False
 
     @property
     def splits_queries(self) -> bool:
@@ -52,11 +58,13 @@ class FinishConfig:
 
 def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig | None]:
     """The kernels around a backward kernel of this config; none after one that makes dQ itself."""
+    lengths = (config.cu_q, config.used_q)
     prepare = PrepareConfig(
         config.bf16, config.tile_m, config.tile_d, config.tile_dv, dlse, config.turns,
-        config.handed_out, not config.first_stores, config.chained,
+        config.handed_out, not config.first_stores, config.chained, *lengths,
     )  # fmt: skip
     if config.converts:
         return prepare, None
-    finish = FinishConfig(config.bf16, config.tile_m, config.tile_d, config.swap_dq, config.chained)
-    return prepare, finish
+    return prepare, FinishConfig(
+        config.bf16, config.tile_m, config.tile_d, config.swap_dq, config.chained, *lengths
+    )

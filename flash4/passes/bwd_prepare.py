@@ -5,8 +5,10 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32
 from cutlass.memory import SmemAllocator
 
+from flash4.common.kv_sequences import Side
 from flash4.common.numerics import LOG2E
 from flash4.passes.bwd_config import THREADS, PrepareConfig
+from flash4.passes.bwd_rows import fake_lengths, queries_side, rows_of
 
 VECTOR = 8  # 16-bit elements of one load
 FLOATS = 4  # float32 of one store
@@ -49,6 +51,7 @@ class PrepareBackward:
         )
         tensors = (
             rows(), rows(), statistic(seqlen, 1), statistic(padded, 1), statistic(padded, 1), sums,
+            *fake_lengths(c),
         )  # fmt: skip
         if c.turns:
             tensors += (
@@ -68,20 +71,21 @@ class PrepareBackward:
     @cute.jit
     def __call__(
         self,
-        tensors,  # out, dout (B, S, H, Dv), lse (B, H, S); lse2, delta (B, H, padded S), dq (B, H, blocks, ..); turns, next_tile, dlse
+        tensors,  # out, dout (B, S, H, Dv), lse (B, H, S); lse2, delta (B, H, padded S), dq (B, H, blocks, ..); cu_q, used_q, turns, next_tile, dlse
         stream,
     ):
         """Launch."""
-        sums = tensors[5]
+        sums, lengths = tensors[5], self.config.cu_q + self.config.used_q
         blocks = (sums.shape[2], sums.shape[1])
-        self.kernel(tensors, blocks).launch(
+        side = queries_side(self.config, tensors[0], tensors[6 : 6 + lengths])
+        self.kernel(tensors[:6] + tensors[6 + lengths :], blocks, side).launch(
             grid=(sums.shape[2] * sums.shape[1] * sums.shape[0], 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, tensors: tuple, blocks: tuple):
+    def kernel(self, tensors: tuple, blocks: tuple, side: Side):
         """All loads first: they are what takes the time."""
         c = self.config
         out, dout, lse, lse2, delta, sums, *optional = tensors
@@ -90,6 +94,7 @@ class PrepareBackward:
         if cutlass.const_expr(c.chained):
             cute.arch.griddepcontrol_launch_dependents()
         block, head, batch = place_of(index, blocks)
+        mine = rows_of(side, thread, (block, batch), out, c.tile_m)
         passes = cute.ceil_div(c.tile_m, self.rows)
         lane, first = thread % self.lanes, thread // self.lanes
         sD = SmemAllocator().allocate_tensor(Float32, cute.make_layout(passes * self.rows))
@@ -99,14 +104,13 @@ class PrepareBackward:
         exists = lane * VECTOR < out.shape[3]
         vector = cutlass.select_(exists, lane, 0)
         for i in cutlass.range_constexpr(passes):
-            row = cutlass.min(block * c.tile_m + i * self.rows + first, out.shape[1] - 1)
-            load_vector(out[batch, row, head, None], vector, outs[None, i])
-            load_vector(dout[batch, row, head, None], vector, douts[None, i])
-        mine = block * c.tile_m + thread  # the query whose statistics this thread stores
-        stored = cutlass.min(mine, out.shape[1] - 1)
-        row_lse, row_dlse = lse[batch, head, stored], Float32(0.0)
+            place = (mine.entry, row_in(out, mine.begin + i * self.rows + first), head, None)
+            load_vector(out[place], vector, outs[None, i])
+            load_vector(dout[place], vector, douts[None, i])
+        stored = (mine.entry, head, row_in(out, mine.begin + thread))  # whose statistics it stores
+        row_lse, row_dlse = lse[stored], Float32(0.0)
         if cutlass.const_expr(c.dlse):
-            row_dlse = optional[-1][batch, head, stored]
+            row_dlse = optional[-1][stored]
         if cutlass.const_expr(c.zeroes):
             zeros = cute.make_rmem_tensor(FLOATS, Float32)
             zeros.fill(0.0)
@@ -131,9 +135,9 @@ class PrepareBackward:
         cute.arch.sync_threads()
         if thread < c.tile_m:
             # What is +inf makes P = 0: rows behind the last, and rows that see no key.
-            seen = (mine < out.shape[1]) & (row_lse != -Float32.inf)
-            lse2[batch, head, mine] = cutlass.select_(seen, row_lse * LOG2E, Float32.inf)
-            delta[batch, head, mine] = cutlass.select_(seen, sD[thread] - row_dlse, Float32(0.0))
+            seen, at = (thread < mine.used) & (row_lse != -Float32.inf), block * c.tile_m + thread
+            lse2[batch, head, at] = cutlass.select_(seen, row_lse * LOG2E, Float32.inf)
+            delta[batch, head, at] = cutlass.select_(seen, sD[thread] - row_dlse, Float32(0.0))
 
 
 def place_of(index, blocks):
@@ -145,6 +149,11 @@ def place_of(index, blocks):
     rest = index // heads
     batch = rest // count
     return rest - batch * count, index - rest * heads, batch
+
+
+def row_in(x, row):
+    """A row, or the nearest that x (B, S, H, D) has."""
+    return cutlass.max(cutlass.min(row, x.shape[1] - 1), 0)
 
 
 def load_vector(row, lane, values):

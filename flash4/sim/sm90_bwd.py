@@ -9,14 +9,22 @@ import numpy as np
 
 from flash4.common.dsl import plain
 from flash4.common.dq_blocks import DqBlocks
-from flash4.common.geometry import QueryBlocks, ceil_div
+from flash4.common.geometry import ceil_div
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.kv_handout import GivenKvTiles, KvTileViews, ToldKvTiles
+from flash4.common.kv_sequences import Side
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.numerics import LOG2E
 from flash4.problem import CallOptions
 from flash4.sim.barriers import NamedBarrier, Semaphore
 from flash4.sim.bulk import Accumulator, BulkGroups
+from flash4.sim.bwd_sequences import (
+    sides_of,
+    slots_and_entries,
+    tiles_of_ctas,
+    to_rows,
+    to_slots,
+)
 from flash4.sim.handout import shared_out
 from flash4.sim.kv_handout import HostKvSlots
 from flash4.sim.limits import check_graph
@@ -52,15 +60,15 @@ class Call:
         k: keys.
         v: values.
         dout: gradient of out.
-        lse: (batch, heads, padded seqlen_q), log2 units; +inf where P must vanish.
+        lse: (batch, heads, padded seqlen_q), log2 units; +inf where P must vanish. Packed: by slots, a batch of one.
         delta: as lse.
         dk: result.
         dv: result.
         options: of the call.
         tiles: schedule of one CTA, or of one role where tiles are handed out.
-        sums: (batch, head, block, warpgroup) -> what the machine's CTAs add to dQ there.
+        sums: (batch entry, head, block, warpgroup) -> what the machine's CTAs add to dQ there.
         turns: the same -> count of tiles that have added, if somebody waits for them.
-        dq: result of the ``convert`` role, (batch, head, padded queries, padded head dim).
+        dq: result of the ``convert`` role, (batch entry, head, queries of all blocks, padded head dim).
     """
 
     config: BackwardConfig
@@ -73,7 +81,7 @@ class Call:
     dk: np.ndarray
     dv: np.ndarray
     options: CallOptions
-    tiles: KvTileSchedule | KvTileViews
+    tiles: object
     sums: dict[tuple, Accumulator]
     turns: dict[tuple, Semaphore]
     dq: np.ndarray
@@ -119,16 +127,21 @@ class LoadOps:
         self._load(call.dout, call.delta, call.config.tile_dv, (tile, i), slot)
 
     def _keys(self, x, tile):
-        rows = slice(tile.n_block * TILE_N, (tile.n_block + 1) * TILE_N)
-        return x[tile.batch, rows, tile.head_kv]
+        where, first = self._call.tiles.where(tile), tile.n_block * TILE_N
+        end = self._call.tiles.lengths(tile)[1] if self._call.config.ragged_k else x.shape[1]
+        rows = slice(where.row_k + first, where.row_k + max(first, min(first + TILE_N, end)))
+        return x[where.entry_k, rows, tile.head_kv]
 
     def _load(self, x, statistic, width, step, slot):
         """A tile, with its statistic as a column behind it."""
         tile_m, (tile, i) = self._call.config.tile_m, step
-        block, head = self._call.tiles.place(tile, i)
-        rows = slice(block * tile_m, (block + 1) * tile_m)
-        column = statistic[tile.batch, head, rows]
-        self._fill(slot, x[tile.batch, rows, head], (tile_m, width), column)
+        tiles = self._call.tiles
+        (block, head), where = tiles.place(tile, i), tiles.where(tile)
+        end = tiles.lengths(tile)[0] if self._call.config.ragged_q else x.shape[1]
+        first, at = block * tile_m, (where.slot_q + block) * tile_m
+        rows = slice(where.row_q + first, where.row_q + max(first, min(first + tile_m, end)))
+        column = statistic[where.entry_q, head, at : at + tile_m]
+        self._fill(slot, x[where.entry_q, rows, head], (tile_m, width), column)
 
     def _fill(self, slot, rows, shape, column=None):
         block = np.zeros(shape, np.float32)  # TMA fills with zeros
@@ -266,8 +279,8 @@ class ReduceOps:
         self._bulk.commit_group()
 
     def _key(self, tile, i):
-        block, head = self._call.tiles.place(tile, i)
-        return tile.batch, head, block, self._group
+        (block, head), where = self._call.tiles.place(tile, i), self._call.tiles.where(tile)
+        return where.entry_q, head, where.slot_q + block, self._group
 
     def _turn(self, tile, i) -> Semaphore:
         return self._call.turn(self._machine, self._key(tile, i))
@@ -303,7 +316,7 @@ class ReduceOps:
         call, key = self._call, self._key(tile, i)
         if key not in call.sums:
             # Tiles that have no turn add zeros, in any order.
-            ordered = call.config.ordered and not call.config.left
+            ordered = call.config.ordered and not (call.config.left or call.config.varlen)
             shape = call.config.dq_shape
             call.sums[key] = Accumulator(self._machine, f"dQ{key}", shape, ordered)
             if call.config.first_stores:
@@ -402,7 +415,7 @@ class MmaOps:
         """P^T = exp2(scale_log2 S^T - LSE), and what dS takes of it: times the slope of the cap."""
         call, values = self._call, s.values
         tiles, options = call.tiles, call.options
-        (block, head), lengths = tiles.place(tile, i), (tiles.seqlen_q, tiles.seqlen_k)
+        (block, head), lengths = tiles.place(tile, i), tiles.lengths(tile)
         queries = block * self._config.tile_m + np.arange(self._config.tile_m)
         keys = range(tile.n_block * TILE_N, (tile.n_block + 1) * TILE_N)[self._rows]
         scale, slope = np.float32(options.softmax_scale), 1
@@ -414,7 +427,7 @@ class MmaOps:
         values[:] = values * (scale * np.float32(LOG2E)) - q_slot.region.read()[:, -1]
         if self._config.alibi:
             distance = queries + lengths[1] - lengths[0] - np.array(keys)[:, None]
-            bias = options.alibi_slopes[tile.batch, head] * np.float32(LOG2E)
+            bias = options.alibi_slopes[tiles.where(tile).batch, head] * np.float32(LOG2E)
             values[:] -= bias * np.abs(distance)
         if phase.masked:
             begins, ends = (
@@ -489,13 +502,16 @@ class MmaOps:
         """Start the store of dK (scaled) and dV, this warpgroup's 64 rows."""
         call, bf16 = self._call, self._config.bf16
         scale = np.float32(call.options.softmax_scale)
-        first = tile.n_block * TILE_N + self._group * MMA_ROWS
+        where, first = call.tiles.where(tile), tile.n_block * TILE_N + self._group * MMA_ROWS
+        rows = slice(
+            where.row_k + first, where.row_k + max(first, min(first + MMA_ROWS, where.stored_k))
+        )
         results = {"dk": (self._dk, call.dk, scale), "dv": (self._dv, call.dv, 1)}
         for name, (acc, target, factor) in results.items():
             region = self._regions[name, self._group]
             region.write(round_to_16_bit(acc.values * np.float32(factor), bf16))
             self._machine.fence()
-            self._start_store(region, target[tile.batch, first : first + MMA_ROWS, tile.head_kv])
+            self._start_store(region, target[where.entry_k, rows, tile.head_kv])
 
     def _start_store(self, region, target):
         def land():
@@ -518,18 +534,13 @@ class Variation:
     strict: bool = True
 
 
-def prepare(config: BackwardConfig, out, lse, dout, dlse=None):
+def prepare(queries: Side, out, lse, dout, dlse=None):
     """LSE in log2 units and D, both of whole blocks, as ``passes.bwd_prepare`` makes them."""
-    batch, seqlen, heads, _ = out.shape
-    padded = ceil_div(seqlen, config.tile_m) * config.tile_m
-    lse2 = np.full((batch, heads, padded), np.inf, np.float32)
-    delta = np.zeros((batch, heads, padded), np.float32)
     keyless = lse == -np.inf
     d = (out * dout).sum(-1, dtype=np.float32).transpose(0, 2, 1)
     d = d if dlse is None else d - dlse
-    lse2[:, :, :seqlen] = np.where(keyless, np.inf, lse * np.float32(LOG2E))
-    delta[:, :, :seqlen] = np.where(keyless, 0, d)
-    return lse2, delta
+    lse2 = np.where(keyless, np.inf, lse * np.float32(LOG2E))
+    return to_slots(queries, lse2, np.inf), to_slots(queries, np.where(keyless, 0, d), 0)
 
 
 def simulate_backward(
@@ -546,7 +557,8 @@ def simulate_backward(
     Args:
         config: of the kernel.
         tensors: q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v (.., head_dim_v),
-            out, lse (batch, heads, seqlen_q) and dout; float32, all but lse holding 16-bit values.
+            out, lse (batch, heads, seqlen_q) and dout; float32, all but lse holding 16-bit values. Packed ones are as in
+            the public function.
         options: as the config's flags say, tensors as NumPy arrays; a number is the softmax scale of a call without.
         workers: CTAs that share the tiles.
         seed: decides whatever the schedule leaves open, and the heads per section.
@@ -559,23 +571,41 @@ def simulate_backward(
     Raises:
         Hazard: the schedule deadlocks or breaks a rule of the hardware.
     """
-    _, seqlen, _, head_dim = tensors[0].shape
     options = options if isinstance(options, CallOptions) else CallOptions(options)
-    dq = None
+    packed = [x.ndim == 3 for x in tensors[:2]]
+    tensors, dlse = batched(tensors, packed), None if dlse is None else _batched(dlse, packed[0])
+    q, k = tensors[:2]
+    side, _ = sides_of(config, q, k, options)
+    dq = 0
     for machine, call in backward_machines(
         config, tensors, options, workers, seed, variation, dlse
     ):
         machine.run()
-        if config.converts:
-            dq = call.dq
-            continue
-        dq = np.zeros_like(call.dq) if dq is None else dq
-        for key, part in call.sums.items():
-            dq[call.place(key)] += part.values
+        dq = call.dq if config.converts else dq + _sums(call)
     if not config.converts:
         dq = round_to_16_bit(dq * np.float32(options.softmax_scale), config.bf16)
-    dq = dq.transpose(0, 2, 1, 3)
-    return dq[:, :seqlen, :, :head_dim], call.dk, call.dv
+    dq = to_rows(side, dq, np.full(q.shape, np.nan, np.float32))
+    results = ((dq, packed[0]), (call.dk, packed[1]), (call.dv, packed[1]))
+    return tuple(x[0] if is_packed else x for x, is_packed in results)
+
+
+def _sums(call: Call) -> np.ndarray:
+    """What CTAs have added to dQ, as ``Call.dq`` lies."""
+    dq = np.zeros_like(call.dq)
+    for key, part in call.sums.items():
+        dq[call.place(key)] = part.values
+    return dq
+
+
+def batched(tensors, packed) -> tuple[np.ndarray, ...]:
+    """q, k, v, out, lse and dout, packed ones as a batch of one."""
+    q_packed, k_packed = packed
+    sides = (q_packed, k_packed, k_packed, q_packed, q_packed, q_packed)
+    return tuple(_batched(x, side) for x, side in zip(tensors, sides, strict=True))
+
+
+def _batched(x, packed):
+    return x[None] if packed else x
 
 
 def backward_machines(config, tensors, options, workers, seed, variation=None, dlse=None):
@@ -584,33 +614,39 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
     CTAs that wait for one another's additions are all in one machine; its call is that of the last of them.
     """
     (q, k, v, out, lse, dout), variation = tensors, variation or Variation()
-    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
+    (_, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
     options = options if isinstance(options, CallOptions) else CallOptions(options)
+    sides = sides_of(config, q, k, options)
+    batch, ratio = sides[0].batch, heads // heads_kv
     if options.alibi_slopes is not None:
         slopes = np.asarray(options.alibi_slopes, np.float32)
         options = options._replace(alibi_slopes=np.broadcast_to(slopes, (batch, heads)))
-    sides = (side if side >= 0 else None for side in (options.window_left, options.window_right))
-    blocks = config.blocks(*sides)
-    grid = KvGrid(ceil_div(seqlen_k, TILE_N), heads_kv, batch, heads // heads_kv)
-    workers, section = min(workers, grid.total), 1 + seed % grid.head_count
+    window = (side if side >= 0 else None for side in (options.window_left, options.window_right))
+    blocks = config.blocks(*window)
+    if config.varlen:
+        ctas = tiles_of_ctas(config, blocks, sides, (heads_kv, ratio), workers, 1 + seed % 7)
+        numbers = [None] * len(ctas)
+    else:
+        grid = KvGrid(ceil_div(seqlen_k, TILE_N), heads_kv, batch, ratio)
+        workers, section = min(workers, grid.total), 1 + seed % grid.head_count
+        numbers, lengths = shared_out(grid.total, workers, seed), (seqlen_q, seqlen_k)
+        ctas = [
+            KvTileSchedule(blocks, grid, section, worker, workers, *lengths, config.backwards)
+            for worker in range(workers)
+        ]
     dk, dv = (np.full(x.shape, np.nan, np.float32) for x in (k, v))
-    rows = ceil_div(seqlen_q, config.tile_m) * config.tile_m
-    dq = np.full((batch, heads, rows, config.tile_d), np.nan, np.float32)
-    statistics = prepare(config, out, lse, dout, dlse)
+    entries, slots = slots_and_entries(sides[0])
+    dq = np.full((entries, heads, slots * config.tile_m, config.tile_d), np.nan, np.float32)
+    statistics = prepare(sides[0], out, lse, dout, dlse)
     check_graph(config.graph, SMEM_LIMIT)
-    numbers = shared_out(grid.total, workers, seed)
     machine = None
-    for worker in range(workers):
+    for worker, tiles in enumerate(ctas):
         if machine is None or not config.turns:
             machine, shared = Machine(seed + worker, variation.strict), ({}, {})
-        lengths = (seqlen_q, seqlen_k)
-        tiles = KvTileSchedule(
-            blocks, grid, section, worker, workers, *lengths, backwards=config.backwards
-        )
         call = Call(config, q, k, v, dout, *statistics, dk, dv, options, tiles, *shared, dq)
         prefix = f"cta{worker}." if config.turns else ""
         _fill_cta(machine, call, variation, prefix, numbers[worker])
-        if worker == workers - 1 or not config.turns:
+        if worker == len(ctas) - 1 or not config.turns:
             yield machine, call
 
 
@@ -698,8 +734,7 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, n
 
 
     if config.converts:
-        queries = QueryBlocks(config.tile_m, TILE_N, config.causal)
-        blocks = DqBlocks(queries, call.tiles, MMA_WARPGROUPS)
+        blocks = DqBlocks(call.tiles, MMA_WARPGROUPS)
         convert, ops = plain(role_class.convert), ConvertOps(machine, call)
         both = ends("convert", ("sums", "sums"))
         machine.spawn(f"{prefix}convert", convert, schedule, ops, blocks, *both)

@@ -29,19 +29,28 @@ from cutlass.tensor_utils import LayoutEnum
 from flash4.common.dq_blocks import DqBlocks
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.kv_handout import GivenKvTiles, ToldKvTiles
+from flash4.common.kv_sequences import SequenceSchedule, Side
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.numerics import LOG2E, opaque
-from flash4.common.tma_views import permuted_view
+from flash4.common.tma_views import (
+    permuted_view,
+    ragged_rows_view,
+    ragged_store_view,
+    rows_of_entry,
+)
 from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, TILE_N, TILE_SLOTS, BackwardConfig
 from flash4.sm90.bwd_convert import ConvertOps
 from flash4.sm90.bwd_late_roles import LateRoles
 from flash4.sm90.bwd_ops import Exchange, Inbox, LoadOps, MmaOps, Outbox, ReduceOps
 from flash4.sm90.bwd_roles import BackwardRoles
-from flash4.sm90.bwd_tiles import KvTileSlots
+from flash4.sm90.bwd_slots import KvTileSlots
+from flash4.sm90.bwd_tiles import TILE_WORDS, OneTile
 from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT
 from flash4.sm90.fwd_ops import Operand, element
 
 ROW = LayoutEnum.ROW_MAJOR
+FINDING_WARP = 1  # not the one that sets up barriers
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 
 
@@ -86,6 +95,11 @@ class RunTime:
     section: Int32
     seqlen_q: Int32
     seqlen_k: Int32
+    queries: object  # kv_sequences.Side; None where all sequences are as long as their tensors, as the next
+    keys: object
+    entry_rows: (
+        dict  # rows from one batch entry to the next by name, of what is ragged but not packed
+    )
 
 
 @dataclass(frozen=True)
@@ -121,6 +135,7 @@ class BackwardSm90:
         """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
         c, fake = self.config, cute.runtime.make_fake_tensor
         batch, heads, heads_kv = cute.sym_int(), cute.sym_int(), cute.sym_int()
+        batch_k = batch if c.cu_q == c.cu_k else cute.sym_int()  # packed: a batch of one
         seqlen_q, seqlen_k, padded, blocks = (cute.sym_int() for _ in range(4))
         head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
 
@@ -137,14 +152,14 @@ class BackwardSm90:
 
         tensors = (
             tensor(batch, seqlen_q, heads, head_dim),
-            tensor(batch, seqlen_k, heads_kv, head_dim),
-            tensor(batch, seqlen_k, heads_kv, head_dim_v),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
             tensor(batch, seqlen_q, heads, head_dim_v),
             floats(batch, heads, padded),
             floats(batch, heads, padded),
             floats(batch, heads, blocks, c.tile_m * c.tile_d),
-            tensor(batch, seqlen_k, heads_kv, head_dim),
-            tensor(batch, seqlen_k, heads_kv, head_dim_v),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
         )
         optional = {
             "alibi_slopes": fake(
@@ -159,6 +174,8 @@ class BackwardSm90:
             "next_tile": fake(Int32, (1,), stride=(1,), assumed_align=4),
             "dq_out": tensor(batch, seqlen_q, heads, head_dim),
         }
+        for name in LENGTHS:
+            optional[name] = fake(Int32, (cute.sym_int(),), stride=(1,), assumed_align=4)
         tensors += tuple(optional[name] for name in c.optional_tensors)
         types = {"left": Int32, "right": Int32, "workers": Int32}
         numbers = tuple(types.get(name, Float32)(1) for name in c.numbers)
@@ -177,8 +194,9 @@ class BackwardSm90:
         q, k, v, do, lse, delta, dq, dk, dv, *optional = tensors
         optional = dict(zip(self.config.optional_tensors, optional, strict=True))
         numbers = dict(zip(self.config.numbers, numbers, strict=True))
+        queries, keys = self._sides(q, k, optional)
         grid = KvGrid(
-            n_blocks=cute.ceil_div(k.shape[1], TILE_N),
+            n_blocks=keys.slots if self.config.cu_k else cute.ceil_div(k.shape[1], TILE_N),
             heads_kv=k.shape[2],
             batch=k.shape[0],
             ratio=q.shape[2] // k.shape[2],
@@ -199,6 +217,9 @@ class BackwardSm90:
             section=section,
             seqlen_q=q.shape[1],
             seqlen_k=k.shape[1],
+            queries=queries if self.config.varlen else None,
+            keys=keys if self.config.varlen else None,
+            entry_rows=self._entry_rows(q, k, v, do),
         )
         ctas = grid.total
         if cutlass.const_expr(self.config.handed_out):
@@ -212,6 +233,32 @@ class BackwardSm90:
             min_blocks_per_mp=1,
             use_pdl=self.config.chained,
         )
+
+    def _sides(self, q, k, optional):
+        """Where queries and keys of sequences lie whose lengths are in tensors."""
+        cu_q, cu_k, used_q, used_k = (optional.get(name) for name in LENGTHS)
+        batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
+        return (
+            Side(batch, q.shape[1], self.config.tile_m, cu_q, used_q),
+            Side(batch, k.shape[1], TILE_N, cu_k, used_k),
+        )
+
+    def _entry_rows(self, q, k, v, do):
+        """Rows from one batch entry to the next, of what is ragged but not packed."""
+        c, found = self.config, {}
+        if c.used_q and not c.cu_q:
+            found |= {"q": rows_of_entry(q), "do": rows_of_entry(do)}
+        if c.used_k and not c.cu_k:
+            found |= {"k": rows_of_entry(k), "v": rows_of_entry(v)}
+        return found
+
+    def _view(self, name, x):
+        """A tensor (B, S, H, D) as its tiles are cut, (S, D, H, B) or ragged; see the verbs."""
+        c = self.config
+        if name in ("dk", "dv"):
+            return ragged_store_view(x) if c.cu_k else permuted_view(x, [1, 3, 2, 0])
+        ragged = c.ragged_q if name in ("q", "do") else c.ragged_k
+        return ragged_rows_view(x) if ragged else permuted_view(x, [1, 3, 2, 0])
 
     def _operands(self, tensors):
         """TMA descriptors of q, k, v, do, dk and dv."""
@@ -228,7 +275,7 @@ class BackwardSm90:
         operands = []
         for (name, (op, box)), tensor in zip(boxes.items(), tensors, strict=True):
             one = cute.slice_(layouts[name], (None, None, 0))
-            view = permuted_view(tensor, [1, 3, 2, 0])
+            view = self._view(name, tensor)
             operands.append(Operand(*cpasync.make_tiled_tma_atom(op, view, one, box)))
         return Operands(*operands)
 
@@ -300,18 +347,17 @@ class BackwardSm90:
         slots, sums = None, ()
         if cutlass.const_expr(c.converts):
             sums = self._open_ring(smem, "sums", lane)
+        tiles = self._tiles(run_time, grid, smem, (start, ctas))
         if cutlass.const_expr(c.handed_out):
             slots = self._open_tiles(smem, pointers, run_time.next_tile, (start, ctas, lane))
             slots.open(thread, c.tile_readers)
+        if cutlass.const_expr(c.varlen):
+            if warp == FINDING_WARP:
+                tiles.find(thread, start)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        lengths = (run_time.seqlen_q, run_time.seqlen_k)
-        blocks = c.blocks(run_time.left, run_time.right)
-        tiles = KvTileSchedule(
-            blocks, grid, run_time.section, start, ctas, *lengths, backwards=c.backwards
-        )
-        load_tiles, dq_blocks = tiles, DqBlocks(blocks, tiles, MMA_WARPGROUPS)
+        load_tiles, every_tile = tiles, tiles
         if cutlass.const_expr(c.handed_out):
             load_tiles, tiles = GivenKvTiles(tiles, slots), ToldKvTiles(tiles, slots)
         load, reduce, mma = (self.graph.role(name) for name in ("load", "reduce", "mma"))
@@ -331,7 +377,7 @@ class BackwardSm90:
             if cutlass.const_expr(c.converts):
                 if warp == self.graph.role("convert").first_warp:
                     ops = self._convert_ops(run_time, pointers, lane % WARP)
-                    self.roles.convert(ops, dq_blocks, *sums)
+                    self.roles.convert(ops, DqBlocks(every_tile, MMA_WARPGROUPS), *sums)
         else:
             cute.arch.setmaxregister_increase(mma.registers)
             mine = group - mma.warpgroups.start
@@ -339,6 +385,19 @@ class BackwardSm90:
             ops = self._mma_ops(mmas, operands, run_time, tiles, shared, place)
             ends = (k_consumer, v_consumer, q_consumer, do_consumer)
             self.roles.mma(ops, tiles, *ends, Exchange(mine), Outbox(mine))
+
+    def _tiles(self, run_time, grid, smem, place):
+        """Tiles of this CTA; ``place`` is its number, and that of all."""
+        c, section = self.config, run_time.section
+        blocks = c.blocks(run_time.left, run_time.right)
+        if not c.varlen:
+            lengths = (run_time.seqlen_q, run_time.seqlen_k)
+            return KvTileSchedule(blocks, grid, section, *place, *lengths, backwards=c.backwards)
+        sides = (run_time.queries, run_time.keys)
+        words = cute.make_tensor(
+            smem.allocate_array(Int32, TILE_WORDS), cute.make_layout(TILE_WORDS)
+        )
+        return OneTile(SequenceSchedule(blocks, grid, *sides, section, c.least_heads), words)
 
     def _allocate(self, smem):
         """Pointers to the shared memory of each buffer that has its own, by the graph's map."""
@@ -403,6 +462,7 @@ class BackwardSm90:
             k=operands.k,
             v=operands.v,
             do=operands.do,
+            entry_rows=run_time.entry_rows,
             mLSE=run_time.lse,
             mD=run_time.delta,
             sQ=shared.q,

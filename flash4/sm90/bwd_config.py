@@ -1,6 +1,6 @@
 """Configuration and pipeline graph of the Hopper backward: every compile-time fact, DSL-free."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flash4.common.geometry import QueryBlocks
 from flash4.common.graph import Buffer, PipelineGraph, Ring, Role
@@ -17,9 +17,10 @@ MMA_WARPGROUPS = 2
 TILE_N = MMA_ROWS * MMA_WARPGROUPS  # keys of a tile: each warpgroup's rows of S^T
 MAX_HEAD_DIM = 128
 REGISTERS = (240, 24)  # per thread of ``mma``, and of the warpgroup of the others
-TURN_REGISTERS = (232, 40)  # where those work out whose turn it is, and ``mma`` can spare them
+TURN_REGISTERS = (232, 40)  # where those work out more, and ``mma`` can spare them
 STAGES = 2
 TILE_SLOTS = 2  # of the ring of tiles, where they are handed out
+UNEVEN_SECTION_HEADS = 16  # whose tiles, longest first, balance well and still share L2
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ class BackwardConfig:
         handed_out: a CTA takes tile after tile from a counter, and its loads run ahead into the next one.
         converts: a warp of its own makes dQ of the sums of a block when the last tile has added to them, which are in L2
             then; else a kernel does so for all of them afterwards.
+        cu_q: queries are packed, one sequence behind the other.
+        cu_k: keys and values are packed.
+        used_q: queries in use are counted for each sequence.
+        used_k: keys in use are counted for each sequence.
     """
 
     bf16: bool
@@ -67,6 +72,10 @@ class BackwardConfig:
     backwards: bool = False
     chained: bool = False
     converts: bool = False
+    cu_q: bool = False
+    cu_k: bool = False
+    used_q: bool = False
+    used_k: bool = False
 
     def __post_init__(self):
         if self.swap_dq and (self.tile_d != 2 * MMA_ROWS or self.tile_m % 16):
@@ -83,6 +92,10 @@ class BackwardConfig:
             )
         if self.backwards and self.left:
             raise ValueError("backwards with a window that limits the left side is not built")
+        if self.varlen and (self.handed_out or self.first_stores or self.backwards):
+            raise ValueError(
+                "handed_out, first_stores and backwards are for sequences of one length"
+            )
         if self.converts and (self.left or self.right or self.swap_dq or not self.handed_out):
             raise ValueError(
                 "converts with a window, swap_dq or without handed_out: it needs a tile's own count of visitors, rows of "
@@ -96,6 +109,15 @@ class BackwardConfig:
                 f"{MMA_ROWS} keys leave through {self.box_bytes} bytes of dq"
             )
 
+    def lengths_obstacle(self, seqlen_q: int, seqlen_k: int) -> str | None:
+        """Why the kernel cannot run with such lengths, or None."""
+        if self.first_stores and self.causal and seqlen_q > seqlen_k:
+            return (
+                f"first_stores with {seqlen_q} causal queries of {seqlen_k} keys: no tile visits the first ones; "
+                "supported are up to as many queries as keys"
+            )
+        return None
+
     @property
     def tile_n(self) -> int:
         """Keys per tile."""
@@ -106,6 +128,26 @@ class BackwardConfig:
         if (left is not None, right is not None) != (self.left, self.right):
             raise ValueError(f"window ({left}, {right}) for {self}")
         return QueryBlocks(self.tile_m, TILE_N, self.causal, left, right)
+
+    @property
+    def varlen(self) -> bool:
+        """Lengths of sequences are known on the GPU only."""
+        return self.ragged_q or self.ragged_k
+
+    @property
+    def ragged_q(self) -> bool:
+        """Behind the last query of a sequence come rows that are not its own, and may hold anything."""
+        return self.cu_q or self.used_q
+
+    @property
+    def ragged_k(self) -> bool:
+        """The same of keys and values."""
+        return self.cu_k or self.used_k
+
+    @property
+    def least_heads(self) -> int:
+        """Heads of a section of a sequence, if it has so many: those of different lengths fill each other's gaps."""
+        return UNEVEN_SECTION_HEADS if self.causal or self.ordered else 1
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -135,6 +177,10 @@ class BackwardConfig:
             "turns": self.turns,
             "next_tile": self.handed_out,
             "dq_out": self.converts,
+            "cu_seqlens_q": self.cu_q,
+            "cu_seqlens_k": self.cu_k,
+            "seqused_q": self.used_q,
+            "seqused_k": self.used_k,
         }
         return tuple(name for name, present in given.items() if present)
 
@@ -186,8 +232,10 @@ class BackwardConfig:
         load --[tiles x2 warp->warps]--> mma  (tiles handed out; ``reduce`` reads them too)
         convert --[sums x1 tma->warps]--> convert  (where that role is)
         """
-        work_out = (self.ordered and self.left) or (self.turns and self.tile_d < 128 and (self.ordered or self.converts))
-        mma_registers, registers = TURN_REGISTERS if work_out else REGISTERS
+        turns = self.ordered and (self.left or self.tile_d < 128)
+        places = self.varlen and self.splits_queries
+        converts = self.converts and self.tile_d < 128
+        mma_registers, registers = TURN_REGISTERS if turns or places or converts else REGISTERS
         load = Role("load", range(0, 1), 1, registers)
         reduce = Role("reduce", range(0, 1), MMA_WARPGROUPS, registers, first_warp=1)
         mma = Role("mma", range(1, 1 + MMA_WARPGROUPS), 4 * MMA_WARPGROUPS, mma_registers)
@@ -229,11 +277,12 @@ class BackwardConfig:
         )
 
 
+LATE_QUERIES = 2048  # from which on dQ a step late is faster at head dim 64: measured at 1024 and 4096
+
 # Features of a call whose gradients are not built: field of the problem -> what to ask for instead.
 UNBUILT = {
     "score_mod": "leave score_mod at None",
     "mask_mod": "leave mask_mod at None",
-    "varlen": "use flash_attn_func with sequences of one length",
 }
 
 
@@ -257,6 +306,9 @@ def choose_config(problem) -> tuple[BackwardConfig, tuple[str, ...]]:
         tile_d = (
             128  # a tanh leaves registers for steps of 48 queries only, which need dQ to be swapped
         )
+    turns = problem.window_left and problem.deterministic
+    if problem.softcap and problem.varlen and turns and (tile_d, tile_dv) == (128, 96):
+        tile_dv = 128  # 64 queries would spill
     tile, why = choose_tile(tile_d, tile_dv, problem)
     config = BackwardConfig(
         bf16=problem.dtype == torch.bfloat16,
@@ -268,9 +320,14 @@ def choose_config(problem) -> tuple[BackwardConfig, tuple[str, ...]]:
         softcap=problem.softcap,
         alibi=problem.alibi,
         ordered=problem.deterministic,
+        cu_q=problem.cu_q,
+        cu_k=problem.cu_k,
+        used_q=problem.used_q,
+        used_k=problem.used_k,
         **tile,
     )
-    return config, (why,)
+    fields, reasons = choose_order(config, problem)
+    return replace(config, **fields), (why, *reasons)
 
 
 def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
@@ -280,12 +337,37 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
     1.25 tile_m more, and a cap some to compute with.
     """
     tile = {"tile_m": 64}
+    windows_of_sequences = problem.varlen and problem.window_left
     if problem.softcap:
         if tile_d == tile_dv == 128:
             tile = {"tile_m": 48, "swap_dq": True}
-    elif tile_d == tile_dv == 64 and not problem.deterministic:
+    elif tile_d == tile_dv == 64 and not problem.deterministic and not windows_of_sequences:
         tile = {"tile_m": 128}
+    elif tile_d == 128 and plain(problem):
+        return tile, "64 queries per step: a warp of its own can convert dQ then, whose rows are not swapped"
     elif tile_d == 128 and not (tile_dv == 128 and problem.deterministic and problem.window_left):
         tile = {"tile_m": 80, "swap_dq": True}
     dims = f"head dims {tile_d}/{tile_dv}{' and a cap' if problem.softcap else ''}"
     return tile, f"{tile['tile_m']} queries per step: what registers hold beside {dims}"
+
+
+def plain(problem) -> bool:
+    """Whether a call has nothing beyond a causal mask that the order of tiles and additions depends on, or registers do."""
+    limited = problem.window_left or problem.window_right or problem.varlen
+    return not (limited or problem.softcap or problem.alibi or problem.deterministic)
+
+
+def choose_order(config: BackwardConfig, problem) -> tuple[dict, tuple[str, ...]]:
+    """Return the config fields that say who does what when, and the reasons."""
+    box = MMA_ROWS * ELEMENT_BYTES * max(config.tile_d, config.tile_dv)
+    if not plain(problem) or config.swap_dq or config.box_bytes < box:
+        return {}, ("one CTA for each tile of keys, dQ converted afterwards: features or head dims ask for it",)
+    fields = {"handed_out": True, "backwards": True, "chained": True, "converts": True}
+    reasons = ["tiles handed out, and dQ converted while it is in L2"]
+    if not problem.causal or problem.seqlen_q <= problem.seqlen_k:
+        fields["first_stores"] = True
+        reasons.append("the first tile visits all queries, and stores its part of dQ instead of adding it to zeros")
+    if config.tile_d == config.tile_dv == 64 and problem.seqlen_q >= LATE_QUERIES:
+        fields["late"] = True
+        reasons.append(f"dQ a step late: from {LATE_QUERIES} queries on tiles are long enough for it to pay")
+    return fields, tuple(reasons)

@@ -15,8 +15,8 @@ from flash4.common import numerics
 from flash4.common.dsl import inline_ptx
 from flash4.common.geometry import choose, imin
 from flash4.common.graph import WARP, WARPGROUP
-from flash4.common.kv_tiles import KvTileSchedule
 from flash4.common.numerics import LOG2E
+from flash4.common.tma_views import WRAP
 from flash4.sm90.bwd_config import STAGES, TILE_N, BackwardConfig
 from flash4.sm90.fwd_config import MMA_ROWS
 from flash4.sm90.fwd_ops import Operand, element, issue_mma, rows_of, tma_load
@@ -176,11 +176,14 @@ class LoadOps:
     """Verbs of the ``load`` role."""
 
     config: BackwardConfig
-    tiles: KvTileSchedule
-    q: Operand  # (S, D, H, B), as the next three
+    tiles: object  # kv_tiles.KvTileSchedule or bwd_tiles.OneTile, as in the other verbs
+    q: Operand  # (S, D, H, B), as the next three; ragged views if the config says so
     k: Operand
     v: Operand
     do: Operand
+    entry_rows: (
+        dict  # rows from one batch entry of a ragged view that is not packed to the next, by name
+    )
     mLSE: cute.Tensor  # (B, H, padded S), log2 units; +inf where P must vanish
     mD: cute.Tensor  # (B, H, padded S)
     sQ: cute.Tensor  # (tile_m, tile_d, stages)
@@ -193,32 +196,52 @@ class LoadOps:
     def load_k(self, tile, slot):
         """Fill the K slot with the tile's keys; rows past the sequence become zero."""
         c = self.config
-        mK = self.k.tensor[None, None, tile.head_kv, tile.batch]
+        mK = self._keys("k", tile)
         gK = cute.local_tile(mK, (TILE_N, c.tile_d), (tile.n_block, 0))
         tma_load(self.k.atom, gK, self.sK, slot)
 
     def load_v(self, tile, slot):
         """Fill the V slot with the tile's values."""
         c = self.config
-        mV = self.v.tensor[None, None, tile.head_kv, tile.batch]
+        mV = self._keys("v", tile)
         gV = cute.local_tile(mV, (TILE_N, c.tile_dv), (tile.n_block, 0))
         tma_load(self.v.atom, gV, self.sV, slot)
 
     def load_q(self, tile, i, slot):
         """Fill a Q slot with the queries of step ``i`` and their LSE; rows past the sequence become zero."""
         c, (block, head) = self.config, self.tiles.place(tile, i)
-        mQ = self.q.tensor[None, None, head, tile.batch]
+        where = self.tiles.where(tile)
+        mQ = self._queries("q", tile, where, head)
         gQ = cute.local_tile(mQ, (c.tile_m, c.tile_d), (block, 0))
         tma_load(self.q.atom, gQ, self.sQ, slot)
-        self._load_statistics(self.mLSE[tile.batch, head, None], block, self.sLSE, slot)
+        gLSE = self.mLSE[where.entry_q, head, None]
+        self._load_statistics(gLSE, where.slot_q + block, self.sLSE, slot)
 
     def load_do(self, tile, i, slot):
         """Fill a dO slot with the gradients of step ``i`` and their D."""
         c, (block, head) = self.config, self.tiles.place(tile, i)
-        mDO = self.do.tensor[None, None, head, tile.batch]
+        where = self.tiles.where(tile)
+        mDO = self._queries("do", tile, where, head)
         gDO = cute.local_tile(mDO, (c.tile_m, c.tile_dv), (block, 0))
         tma_load(self.do.atom, gDO, self.sDO, slot)
-        self._load_statistics(self.mD[tile.batch, head, None], block, self.sD, slot)
+        gD = self.mD[where.entry_q, head, None]
+        self._load_statistics(gD, where.slot_q + block, self.sD, slot)
+
+    def _queries(self, name, tile, where, head):
+        """Rows (S, D) of q or do of the tile's sequence."""
+        tensor, entry = getattr(self, name).tensor, where.entry_q
+        if not self.config.ragged_q:
+            return tensor[None, None, head, entry]
+        end = where.row_q if self.config.cu_q else entry * self.entry_rows[name]
+        return ragged_rows(tensor, head, end, self.tiles.lengths(tile)[0])
+
+    def _keys(self, name, tile):
+        """Rows (S, D) of k or v of the tile's sequence."""
+        tensor, where = getattr(self, name).tensor, self.tiles.where(tile)
+        if not self.config.ragged_k:
+            return tensor[None, None, tile.head_kv, where.entry_k]
+        end = where.row_k if self.config.cu_k else where.entry_k * self.entry_rows[name]
+        return ragged_rows(tensor, tile.head_kv, end, self.tiles.lengths(tile)[1])
 
     def _load_statistics(self, gX, block, sX, slot):
         """They count at the barrier of the tile that they belong to."""
@@ -227,9 +250,18 @@ class LoadOps:
         copy_row(sX[None, slot.index].iterator, source, c.statistics_bytes, slot.barrier)
 
 
+def ragged_rows(tensor, head, begin, rows):
+    """So many rows (S, D) of a head from row ``begin`` on; loads of what comes after them give zeros."""
+    return cute.domain_offset((WRAP - rows, 0), tensor[None, None, head, WRAP, begin + rows])
+
+
 def store_rows(operand: Operand, tile, warpgroup, sX):
     """Store a warpgroup's 64 keys of dK or dV by TMA; rows past the sequence are clipped."""
-    mX = operand.tensor[None, None, tile.head_kv, tile.batch]
+    store_tile(operand, operand.tensor[None, None, tile.head_kv, tile.batch], tile, warpgroup, sX)
+
+
+def store_tile(operand: Operand, mX, tile, warpgroup, sX):
+    """The same, of keys of one head (S, D)."""
     at = (tile.n_block * (TILE_N // MMA_ROWS) + warpgroup, 0)
     gX = cute.local_tile(mX, (MMA_ROWS, cute.size(sX, mode=[1])), at)
     tXsX, tXgX = cpasync.tma_partition(
@@ -247,7 +279,7 @@ class ReduceOps:
     """Verbs of the ``reduce`` role, for one MMA warpgroup's part of dQ."""
 
     config: BackwardConfig
-    tiles: KvTileSchedule
+    tiles: object
     mDQ: cute.Tensor  # (B, H, blocks, tile_m tile_d), float32
     sDQ: cute.Tensor  # (dq_floats,) of the warpgroup
     mTurns: object  # (B, H, blocks, 2) int32, tiles that have added; None if the order is free
@@ -312,13 +344,16 @@ class ReduceOps:
         add_to_count(self._turn(tile, i), amount)
 
     def _turn(self, tile, i):
-        block, head = self.tiles.place(tile, i)
-        return self.mTurns[tile.batch, head, block, None].iterator + self.warpgroup
+        (block, head), where = self.tiles.place(tile, i), self.tiles.where(tile)
+        turns = self.mTurns[where.entry_q, head, where.slot_q + block, None]
+        return turns.iterator + self.warpgroup
 
     def add_dq(self, tile, i):
         """Accumulator += box, for the queries of step ``i``; the first tile may store it."""
         floats, (block, head) = self.config.dq_floats, self.tiles.place(tile, i)
-        target = self.mDQ[tile.batch, head, block, None].iterator + self.warpgroup * floats
+        where = self.tiles.where(tile)
+        sums = self.mDQ[where.entry_q, head, where.slot_q + block, None]
+        target = sums.iterator + self.warpgroup * floats
         if self.config.first_stores:
             puts = choose(tile.n_block == 0, 1, 0)
             put_or_add_floats(target, self.sDQ.iterator, 4 * floats, puts)
@@ -350,7 +385,7 @@ class MmaOps:
     """Verbs of the ``mma`` role; every tensor is this warpgroup's or this thread's part."""
 
     config: BackwardConfig
-    tiles: KvTileSchedule
+    tiles: object
     mma_s: cute.TiledMma
     mma_dk: cute.TiledMma
     mma_dv: cute.TiledMma
@@ -373,7 +408,7 @@ class MmaOps:
     sDQ: cute.Tensor  # (dq_floats,)
     sDK: cute.Tensor  # (64, tile_d)
     sDV: cute.Tensor  # (64, tile_dv)
-    dk_out: Operand  # (S, D, heads_kv, B)
+    dk_out: Operand  # (S, D, heads_kv, B); of packed keys a ragged view instead of B
     dv_out: Operand
     mSlopes: object  # (B, H) float32, or None
     scale: Float32  # factor of a score
@@ -476,18 +511,16 @@ class MmaOps:
     def _place(self, tile, i):
         """What masks and biases of step ``i`` depend on, for this thread."""
         tiles, (block, head) = self.tiles, self.tiles.place(tile, i)
-        lengths = (tiles.seqlen_q, tiles.seqlen_k)
+        lengths = tiles.lengths(tile)
         first_query = block * self.config.tile_m + 2 * (self.thread % 4)
         keys = [tile.n_block * TILE_N + self._key_row(r) for r in range(2)]
         slope_log2 = None
         if self.config.alibi:
-            slope_log2 = self.mSlopes[tile.batch, head] * LOG2E
+            slope_log2 = self.mSlopes[tiles.where(tile).batch, head] * LOG2E
         return Place(
             begins=tuple(tiles.blocks.query_begin(key, *lengths) - first_query for key in keys),
             ends=tuple(tiles.blocks.query_end(key, *lengths) - first_query for key in keys),
-            distances=tuple(
-                Float32(first_query + tiles.seqlen_k - tiles.seqlen_q - key) for key in keys
-            ),
+            distances=tuple(Float32(first_query + lengths[1] - lengths[0] - key) for key in keys),
             slope_log2=slope_log2,
         )
 
@@ -542,8 +575,8 @@ class MmaOps:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=BARRIER_STORE + self.warpgroup, number_of_threads=WARPGROUP)
         if cute.arch.make_warp_uniform(self.thread // 32) == 0:
-            store_rows(self.dk_out, tile, self.warpgroup, self.sDK)
-            store_rows(self.dv_out, tile, self.warpgroup, self.sDV)
+            self._store(tile, self.dk_out, self.sDK)
+            self._store(tile, self.dv_out, self.sDV)
             cute.arch.cp_async_bulk_commit_group()
 
     def _stage(self, tiled_mma, acc, factor, sX):
@@ -560,6 +593,17 @@ class MmaOps:
     def put_dv(self):
         """dV, registers -> box."""
         self._stage(self.mma_dv, self.dv_acc, Float32(1.0), self.sDV)
+
+    def _store(self, tile, operand, sX):
+        """Shared memory -> global memory."""
+        where = self.tiles.where(tile)
+        if self.config.cu_k:  # what comes after the sequence is not written
+            end, rows = where.row_k + where.stored_k, cute.size(operand.tensor, mode=[0])
+            mX = operand.tensor[None, None, tile.head_kv, end]
+            mX = cute.domain_offset((rows - where.stored_k, 0), mX)
+        else:
+            mX = operand.tensor[None, None, tile.head_kv, where.entry_k]
+        store_tile(operand, mX, tile, self.warpgroup, sX)
 
     def wait_store(self):
         """Wait until this warp's stores have read their shared memory."""

@@ -1,75 +1,77 @@
-"""The ring of numbers of tiles of the Hopper backward, in CuTe; see ``common.kv_handout``."""
+"""The tile of a CTA whose call has sequences of different lengths, in CuTe.
 
-from dataclasses import dataclass
+One warp finds it while others set up barriers, and leaves it in shared memory, where each role reads what it needs.
+"""
 
-import cutlass
+from dataclasses import dataclass, fields, replace
+
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
-from flash4.sm90.bwd_config import TILE_SLOTS
+from flash4.common.graph import WARP
+from flash4.common.kv_sequences import SequenceSchedule, SequenceTile, find_tile
+from flash4.common.kv_tiles import KvPlace, KvSteps
+from flash4.common.warps import Warp
+
+FOUND = tuple(field.name for field in fields(SequenceTile))
+PLACE = tuple(field.name for field in fields(KvPlace))
+TILE_WORDS = len(FOUND) + len(PLACE)
 
 
 @dataclass(frozen=True)
-class KvTileSlots:
-    """Slots, their barriers, and the counter that tells a CTA's next tile."""
+class OneTile(KvSteps):
+    """A CTA's only tile."""
 
-    words: cute.Tensor  # (TILE_SLOTS,) int32 in shared memory
-    full: cute.Pointer
-    empty: cute.Pointer
-    counter: cute.Tensor  # (1,) int32 in global memory: tiles given out beyond every CTA's first
-    worker: Int32
-    workers: Int32
-    lane: Int32  # in the warp
-    owned: bool  # a CTA's first tile is its own number; else the counter gives that too; static
+    schedule: SequenceSchedule
+    words: cute.Tensor  # (TILE_WORDS,) int32 in shared memory
 
     @property
-    def zero(self):
-        """0, of the type that loops carry."""
-        return Int32(0)
+    def blocks(self):
+        """Visiting rule of query blocks."""
+        return self.schedule.blocks
 
-    @cute.jit
-    def open(self, thread, arrivals: cutlass.Constexpr):
-        """Set up barriers, with so many arrivals that empty a slot; by all threads, before they meet."""
-        if thread < TILE_SLOTS:
-            cute.arch.mbarrier_init(self.full + thread, 1)
-            cute.arch.mbarrier_init(self.empty + thread, arrivals)
+    @property
+    def grid(self):
+        """KV heads, and query heads of each."""
+        return self.schedule.grid
 
-    def acquire(self, number):
-        """Wait until a slot is empty, as all are at first."""
-        phase = (number // TILE_SLOTS + 1) % 2
-        cute.arch.mbarrier_wait(self.empty + number % TILE_SLOTS, phase)
+    def find(self, thread, number):
+        """Look for the tile of a number; by a whole warp, before all roles meet."""
+        tile = find_tile(self.schedule, Warp(Int32(thread % WARP)), number)
+        place, words = self.schedule.where(tile), self.words
+        for i, name in enumerate(FOUND):
+            words[i] = Int32(getattr(tile, name))
+        for i, name in enumerate(PLACE):
+            words[len(FOUND) + i] = Int32(getattr(place, name))
 
-    def wait(self, number):
-        """Wait until a slot is full."""
-        cute.arch.mbarrier_wait(self.full + number % TILE_SLOTS, number // TILE_SLOTS % 2)
+    def first(self):
+        """Return the CTA's tile."""
+        words = {name: self._read(i) for i, name in enumerate(FOUND)}
+        return SequenceTile(**words | {"valid": words["valid"] != 0})
 
-    @cute.jit
-    def draw(self, number):
-        """Index of this CTA's next tile: its own number first, then what the counter says; by a whole warp."""
-        drawn = Int32(0)
-        if (self.lane == 0) & ((number > 0) | (not self.owned)):
-            drawn = cute.arch.atomic_add(self.counter.iterator, Int32(1))
-        drawn = cute.arch.shuffle_sync(drawn, 0)
-        if cutlass.const_expr(self.owned):
-            drawn = cutlass.select_(number > 0, drawn + self.workers, self.worker)
-        return drawn
+    def next(self, tile):
+        """Return a tile that is not valid."""
+        return replace(tile, valid=Boolean(False))
 
-    def post(self, number, index):
-        """Fill a slot; by a whole warp."""
-        slot = number % TILE_SLOTS
-        self.words[slot] = Int32(index)
-        self._arrive(self.full + slot)
+    def lengths(self, tile):
+        """(queries, keys) in use of the tile's sequence."""
+        return tile.seqlen_q, tile.seqlen_k
 
-    def read(self, number):
-        """What a slot holds."""
-        return cute.arch.make_warp_uniform(self.words[number % TILE_SLOTS])
+    def is_seen(self, tile):
+        """See ``KvSteps``."""
+        return tile.seen > 0
 
-    def release(self, number):
-        """Give a slot back; by a whole warp."""
-        self._arrive(self.empty + number % TILE_SLOTS)
+    def where(self, tile) -> KvPlace:
+        """Where the tile lies; read anew, since registers are scarce. What is not packed has static zeros."""
+        words = {name: self._read(len(FOUND) + i) for i, name in enumerate(PLACE)}
+        static = set()
+        if self.schedule.queries.cu is not None:
+            static |= {"entry_q"}
+        else:
+            static |= {"row_q", "slot_q"}
+        static |= {"entry_k"} if self.schedule.keys.cu is not None else {"row_k"}
+        return KvPlace(**words | dict.fromkeys(static, 0))
 
-    @cute.jit
-    def _arrive(self, barrier):
-        cute.arch.sync_warp()
-        if self.lane == 0:
-            cute.arch.mbarrier_arrive(barrier)
+    def _read(self, i):
+        """A word, which is the same for all threads."""
+        return cute.arch.make_warp_uniform(self.words[i])

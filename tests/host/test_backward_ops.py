@@ -4,6 +4,7 @@ import contextlib
 from dataclasses import dataclass
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -12,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 import flash4
 from flash4 import dispatch, ops, reference
 from flash4.common.fragments import dq_place
+from flash4.common.kv_sequences import Side
 from flash4.passes.bwd_config import FINISH, PREPARE
 from flash4.problem import AttentionProblem
+from flash4.sim.bwd_sequences import to_rows, to_slots
 from tests import strategies
 from tests.checks import assert_gradients_close
 from tests.host.test_dispatch import LAYOUTS, run_reference, stand_in_gpu
@@ -44,71 +47,120 @@ def order_of_sums(config):
     return torch.tensor(places).T
 
 
+def side_of(config, x, tile, cu=None, used=None):
+    """Where sequences lie in x (B, S, H, D)."""
+    cu, used = (None if t is None else t.tolist() for t in (cu, used))
+    return Side(x.shape[0] if cu is None else len(cu) - 1, x.shape[1], tile, cu, used)
+
+
+def queries_of(config, x, lengths):
+    """Where queries lie, from the tensors of lengths that a small kernel takes."""
+    assert len(lengths) == config.cu_q + config.used_q
+    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in lengths)
+    cu, used = lengths[0] if config.cu_q else None, lengths[-1] if config.used_q else None
+    return side_of(config, x, config.tile_m, cu, used)
+
+
 def prepare(config, tensors):
     """``passes.bwd_prepare`` in torch."""
     out, dout, lse, lse2, delta, sums, *optional = tensors
     check_rows(out, dout)
-    assert len(optional) == config.turns + config.handed_out + config.dlse
+    n = config.cu_q + config.used_q
+    lengths, optional = optional[:n], optional[n:]
     counters = config.turns + config.handed_out
+    assert len(optional) == counters + config.dlse
+    dlse = optional[counters:]
     for counter in optional[:counters]:
         counter.zero_()
-    dlse = optional[counters:]
     d = (out.float() * dout.float()).sum(-1).transpose(1, 2)
     d = d - dlse[0] if dlse else d
-    lse2.fill_(torch.inf)
-    delta.zero_()
-    seen = lse != -torch.inf
-    lse2[:, :, : lse.shape[2]] = torch.where(seen, lse / 0.6931471805599453, torch.inf)
-    delta[:, :, : lse.shape[2]] = torch.where(seen, d, 0.0)
-    if config.zeroes:
-        sums.zero_()
+    seen, queries = lse != -torch.inf, queries_of(config, out, lengths)
+    for statistic, x, fill in (
+        (lse2, torch.where(seen, lse / 0.6931471805599453, torch.inf), np.inf),
+        (delta, torch.where(seen, d, 0.0), 0),
+    ):
+        statistic.copy_(torch.from_numpy(to_slots(queries, x.numpy(), fill)))
+    sums.fill_(0.0 if config.zeroes else torch.nan)
 
 
 def multiply(config, tensors, numbers, section):
-    """``sm90.bwd`` in torch, from the facts that the kernel has."""
+    """``sm90.bwd`` in torch, from the facts that the kernel has, one sequence after the other."""
     q, k, v, dout, lse2, delta, sums, dk, dv, *optional = tensors
     check_rows(q, k, v, dout, dk, dv)
-    numbers = dict(zip(config.numbers, numbers, strict=True))
     optional = dict(zip(config.optional_tensors, optional, strict=True))
-    ratio, seqlen_q, seqlen_k = q.shape[2] // k.shape[2], q.shape[1], k.shape[1]
-    qs, dos = (x.float().transpose(1, 2) for x in (q, dout))
-    ks, vs = (x.float().transpose(1, 2).repeat_interleave(ratio, 1) for x in (k, v))
+    if config.handed_out:
+        workers = dict(zip(config.numbers, numbers, strict=True))["workers"]
+        assert not optional["next_tile"].any() and workers > 0
+    if config.turns:
+        assert not optional["turns"].any() and optional["turns"].shape == (*sums.shape[:3], 2)
+    queries, keys = (
+        side_of(config, x, tile, optional.get(f"cu_seqlens_{n}"), optional.get(f"seqused_{n}"))
+        for n, x, tile in (("q", q, config.tile_m), ("k", k, config.tile_n))
+    )
+    for ragged, xs in ((config.ragged_q, (q, dout)), (config.ragged_k, (k, v))):
+        for x in xs if ragged else ():
+            assert x.stride(1) and (x.shape[0] == 1 or x.stride(0) % x.stride(1) == 0)
+    for index in range(keys.count):
+        of_k = keys.at(index)
+        of_q = queries.at(queries.number_of(of_k.batch))
+        for x in (dk, dv):
+            x[of_k.entry, of_k.begin : of_k.begin + of_k.stored] = 0
+        if of_k.used and of_q.used:
+            multiply_sequence(config, tensors, (of_q, of_k), numbers, optional)
+    if config.converts:
+        finish(config, (sums, optional["dq_out"]), numbers[0])
+
+
+def multiply_sequence(config, tensors, places, numbers, optional):
+    """The products of one sequence."""
+    q, k, v, dout, lse2, delta, sums, dk, dv, *_ = tensors
+    numbers = dict(zip(config.numbers, numbers, strict=True))
+    of_q, of_k = places
+    ratio, seqlen_q, seqlen_k = q.shape[2] // k.shape[2], of_q.used, of_k.used
+
+    def rows(x, of):
+        return x[of.entry, of.begin : of.begin + of.used].float().transpose(0, 1)
+
+    qs, dos = rows(q, of_q), rows(dout, of_q)
+    ks, vs = (rows(x, of_k).repeat_interleave(ratio, 0) for x in (k, v))
+    first = of_q.slot * config.tile_m
+    lse, d = (x[of_q.entry, :, first : first + seqlen_q, None] for x in (lse2, delta))
     scores, slope = numbers["scale"] * qs @ ks.mT, 1.0
     if config.softcap:
         capped = torch.tanh(numbers["cap_scale"] * qs @ ks.mT)
         scores, slope = numbers["cap"] * capped, 1 - capped.square()
-    if config.turns:
-        assert not optional["turns"].any() and optional["turns"].shape == (*sums.shape[:3], 2)
-    if config.handed_out:
-        assert not optional["next_tile"].any() and numbers["workers"] > 0
     distance = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q - torch.arange(seqlen_k)
     if config.alibi:
-        scores = scores - optional["alibi_slopes"][:, :, None, None] * distance.abs()
+        scores = scores - optional["alibi_slopes"][of_k.batch, :, None, None] * distance.abs()
     hidden = (distance < 0) & config.causal
     if config.left:
         hidden |= distance > numbers["left"]
     if config.right:
         hidden |= -distance > numbers["right"]
-    scores = scores - lse2[:, :, :seqlen_q, None] * 0.6931471805599453
-    p = scores.masked_fill(hidden, -torch.inf).exp()
-    ds = p * (dos @ vs.mT - delta[:, :, :seqlen_q, None]) * slope
+    p = (scores - lse * 0.6931471805599453).masked_fill(hidden, -torch.inf).exp()
+    ds = p * (dos @ vs.mT - d) * slope
     for target, x, factor in ((dk, ds.mT @ qs, numbers["scale"]), (dv, p.mT @ dos, 1.0)):
-        target.copy_((factor * x).unflatten(1, (-1, ratio)).sum(2).transpose(1, 2))
-    padded = torch.zeros(*sums.shape[:2], sums.shape[2] * config.tile_m, config.tile_d)
-    padded[:, :, :seqlen_q, : q.shape[3]] = ds @ ks
-    queries, columns = order_of_sums(config)
-    parts = padded.unflatten(2, (-1, config.tile_m))[:, :, :, queries, columns]
-    sums.copy_(parts if config.first_stores else sums + parts)
+        by_head = (factor * x).unflatten(0, (-1, ratio)).sum(1).transpose(0, 1)
+        target[of_k.entry, of_k.begin : of_k.begin + seqlen_k] = by_head
+    blocks = -(-seqlen_q // config.tile_m)
+    padded = torch.zeros(sums.shape[1], blocks * config.tile_m, config.tile_d)
+    padded[:, :seqlen_q, : q.shape[3]] = ds @ ks
+    at_queries, at_columns = order_of_sums(config)
+    mine = sums[of_q.entry, :, of_q.slot : of_q.slot + blocks]
+    parts = padded.unflatten(1, (-1, config.tile_m))[:, :, at_queries, at_columns]
+    mine.copy_(parts if config.first_stores else mine + parts)
 
 
-def finish(config, sums, dq, scale):
+def finish(config, tensors, scale):
     """``passes.bwd_finish`` in torch."""
+    sums, dq, *lengths = tensors
     check_rows(dq)
     queries, columns = order_of_sums(config)
     rows = torch.empty(*sums.shape[:3], config.tile_m, config.tile_d)
-    rows[:, :, :, queries, columns] = sums
-    rows = rows.flatten(2, 3)[:, :, : dq.shape[1], : dq.shape[3]]
-    dq.copy_(scale * rows.transpose(1, 2))
+    rows[:, :, :, queries, columns] = scale * sums
+    found = np.full(dq.shape, np.nan, np.float32)
+    to_rows(queries_of(config, dq, lengths), rows.flatten(2, 3).numpy(), found)
+    dq.copy_(torch.from_numpy(found))
 
 
 def backward_on_cpu(dout, dlse, q, k, v, out, lse, *fields):
@@ -406,14 +458,13 @@ def test_the_sink_of_a_call_without_keys():
 UNBUILT = {
     "mask_mod": {"mask_mod": strategies.dilated},
     "score_mod": {"score_mod": strategies.relative_bias},
-    "varlen": {"seqused_k": torch.tensor([3, 90])},
 }
 
 
 @pytest.mark.parametrize("name", UNBUILT)
 def test_gradients_of_features_are_refused_by_the_forward(name):
     x, keywords = Inputs.draw(), UNBUILT[name]
-    function = flash4.flash_attn_varlen_func if name == "varlen" else flash4.flash_attn_func
+    function = flash4.flash_attn_func
     with stand_in_gpu(run=lambda launch: None):
         with pytest.raises(
             NotImplementedError, match=f"gradients with {name} .*not built.*no_grad"
