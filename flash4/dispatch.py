@@ -295,7 +295,7 @@ def plan_backward(
         reasons=reasons,
         rejected=tuple(rejected),
     )
-    steps = plan.query_blocks * problem.heads_q
+    steps = plan.query_blocks * problem.heads_q * (1 + config.converts)  # in two parts
     if max(plan.grid.total + plan.grid.n_blocks, steps) > MAX_TILES:
         raise NotImplementedError(
             f"{plan.grid.total} tiles of keys, {steps} of queries; supported are {MAX_TILES}: split the batch"

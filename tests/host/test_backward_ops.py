@@ -1,7 +1,7 @@
 """Gradients through the public functions, without a GPU: autograd, layouts, and everything around the kernels."""
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import numpy as np
@@ -14,6 +14,7 @@ import flash4
 from flash4 import dispatch, ops, reference
 from flash4.common.fragments import dq_place
 from flash4.common.kv_sequences import Side
+from flash4.interface import options_of
 from flash4.passes.bwd_config import FINISH, PREPARE
 from flash4.problem import AttentionProblem
 from flash4.sim.bwd_sequences import to_rows, to_slots
@@ -237,8 +238,31 @@ def test_gradients(dims, keywords):
     with stand_in() as launched:
         out = flash4.flash_attn_func(*x.three, **keywords)
         gradients = torch.autograd.grad(out, x.three, x.dout)
+    assert launched == [PREPARE, "flash4.sm90.bwd:BackwardSm90"]
+    assert_gradients_close(gradients, x.three, x.dout, **keywords)
+
+
+@pytest.mark.parametrize("keywords", [{"window_size": (20, None)}, {"deterministic": True}], ids=str)
+def test_a_kernel_converts_where_no_warp_does(keywords):
+    x = Inputs.draw()
+    with stand_in() as launched:
+        out = flash4.flash_attn_func(*x.three, **keywords)
+        gradients = torch.autograd.grad(out, x.three, x.dout)
     assert launched == [PREPARE, "flash4.sm90.bwd:BackwardSm90", FINISH]
     assert_gradients_close(gradients, x.three, x.dout, **keywords)
+
+
+def test_sums_that_no_tile_begins_are_refused():
+    """Of more causal queries than keys the first see none: no tile would store what others add to."""
+    x = Inputs.draw(lengths=(90, 70))
+    options = options_of(*x.three, causal=True)
+    problem = AttentionProblem.of_call(*x.three, options)
+    plan = dispatch.plan_backward(problem, "sm_90a", WORKERS)
+    assert plan.config.converts and not plan.config.first_stores
+    config = replace(plan.config, first_stores=True)
+    launch = ops.BackwardLaunch(None, None, None, config, 1, 2, WORKERS)
+    with pytest.raises(ValueError, match="first_stores with 90 causal queries of 70 keys"):
+        ops.launch_backward(launch, x.dout, None, x.three, x.dout, None, options)
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (300, 90), (90, 300), (128, 128)], ids=str)
