@@ -170,13 +170,22 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def different(cell: Cell, variants: Sequence[str]) -> list[str]:
+    """Those that are a config of the cell, and not that of one before."""
+    found = {}
+    for variant in variants:
+        plan = plan_of(cell, variant)
+        if plan is not None:
+            found.setdefault((plan.kernels, plan.section), variant)
+    return list(found.values())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     args = parser().parse_args(argv)
     by_cell = {}
     for cell in select(args.cells):
-        variants = ["", *filter(None, args.variants.split(","))]
-        by_cell[cell] = [v for v in variants if plan_of(cell, v) is not None]
+        by_cell[cell] = different(cell, ["", *filter(None, args.variants.split(","))])
     keys = {
         k: None for cell, found in by_cell.items() for v in found for k in plan_of(cell, v).kernels
     }

@@ -411,7 +411,15 @@ class MmaOps:
         self._queue.issue(acc, product, operands, False, name)
         return acc
 
-    def softmax(self, tile, i, s, q_slot, phase):
+    def lse(self, q_slot):
+        """The LSE, if it is read while S is multiplied."""
+        return q_slot.region.read()[:, -1] if self._config.ahead else None
+
+    def delta(self, do_slot):
+        """D, if it is read while dP is multiplied."""
+        return do_slot.region.read()[:, -1] if self._config.ahead else None
+
+    def softmax(self, tile, i, s, q_slot, phase, lse=None):
         """P^T = exp2(scale_log2 S^T - LSE), and what dS takes of it: times the slope of the cap."""
         call, values = self._call, s.values
         tiles, options = call.tiles, call.options
@@ -419,12 +427,13 @@ class MmaOps:
         queries = block * self._config.tile_m + np.arange(self._config.tile_m)
         keys = range(tile.n_block * TILE_N, (tile.n_block + 1) * TILE_N)[self._rows]
         scale, slope = np.float32(options.softmax_scale), 1
+        lse = q_slot.region.read()[:, -1] if lse is None else lse
         if options.softcap:
             within = values * np.float32(options.softmax_scale / options.softcap)
             rest = 1 / (np.exp(2 * np.abs(within)) + 1)
             scale, slope = np.float32(options.softcap), 4 * rest * (1 - rest)
             values[:] = np.tanh(within)
-        values[:] = values * (scale * np.float32(LOG2E)) - q_slot.region.read()[:, -1]
+        values[:] = values * (scale * np.float32(LOG2E)) - lse
         if self._config.alibi:
             distance = queries + lengths[1] - lengths[0] - np.array(keys)[:, None]
             bias = options.alibi_slopes[tiles.where(tile).batch, head] * np.float32(LOG2E)
@@ -439,9 +448,10 @@ class MmaOps:
         self._p.values[:] = round_to_16_bit(values, self._config.bf16)
         values[:] *= slope
 
-    def ds(self, i, s, dp, do_slot):
+    def ds(self, i, s, dp, do_slot, delta=None):
         """dS^T = P^T (dP^T - D), to registers and to the shared memory of step ``i``."""
-        values = s.values * (dp.values - do_slot.region.read()[:, -1])
+        delta = do_slot.region.read()[:, -1] if delta is None else delta
+        values = s.values * (dp.values - delta)
         rounded = round_to_16_bit(values, self._config.bf16)
         self._ds.values[:] = rounded
         self._regions["ds", i % STAGES, self._group].write(rounded)

@@ -49,6 +49,7 @@ class BackwardConfig:
         handed_out: a CTA takes tile after tile from a counter, and its loads run ahead into the next one.
         converts: a warp of its own makes dQ of the sums of a block when the last tile has added to them, which are in L2
             then; else a kernel does so for all of them afterwards.
+        ahead: LSE and D are read from shared memory while S and dP are multiplied; takes tile_m / 4 registers more.
         cu_q: queries are packed, one sequence behind the other.
         cu_k: keys and values are packed.
         used_q: queries in use are counted for each sequence.
@@ -72,6 +73,7 @@ class BackwardConfig:
     backwards: bool = False
     chained: bool = False
     converts: bool = False
+    ahead: bool = False
     cu_q: bool = False
     cu_k: bool = False
     used_q: bool = False
@@ -370,4 +372,7 @@ def choose_order(config: BackwardConfig, problem) -> tuple[dict, tuple[str, ...]
     if config.tile_d == config.tile_dv == 64 and problem.seqlen_q >= LATE_QUERIES:
         fields["late"] = True
         reasons.append(f"dQ a step late: from {LATE_QUERIES} queries on tiles are long enough for it to pay")
+    if config.tile_m == MMA_ROWS:
+        fields["ahead"] = True
+        reasons.append("LSE and D read ahead: steps of 64 queries leave the registers")
     return fields, tuple(reasons)

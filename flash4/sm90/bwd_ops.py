@@ -478,12 +478,21 @@ class MmaOps:
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout(shape, stride=(1, 8))), values)
         return values
 
-    def softmax(self, tile, i, s, q_slot, phase):
+    def lse(self, q_slot):
+        """This thread's part of the LSE, if registers hold it while S is multiplied."""
+        return self._columns(self.sLSE, q_slot) if self.config.ahead else None
+
+    def delta(self, do_slot):
+        """The same of D, while dP is multiplied."""
+        return self._columns(self.sD, do_slot) if self.config.ahead else None
+
+    def softmax(self, tile, i, s, q_slot, phase, lse=None):
         """P^T = exp2(scale_log2 S^T - LSE), rounded as the operand of dV; hidden pairs give 0.
 
         In place of S^T comes what dS takes of it: P^T, times the slope of the cap.
         """
-        c, S, lse = self.config, rows_of(s), self._columns(self.sLSE, q_slot)
+        c, S = self.config, rows_of(s)
+        lse = self._columns(self.sLSE, q_slot) if lse is None else lse
         place = self._place(tile, i) if phase.masked or c.alibi else None
         pairs = cute.make_tensor(self.tDVrP.iterator, cute.make_layout((2, cute.size(s) // 2)))
         pair = cute.make_rmem_tensor(2, Float32)
@@ -539,9 +548,10 @@ class MmaOps:
         """Row in the tile of this thread's row ``r``."""
         return self.warpgroup * MMA_ROWS + self.thread // 32 * 16 + self.thread % 32 // 4 + 8 * r
 
-    def ds(self, i, s, dp, do_slot):
+    def ds(self, i, s, dp, do_slot, delta=None):
         """dS^T = P^T (dP^T - D), times the slope of the cap, rounded as the operand of dK and, transposed, into the shared memory of step ``i``."""
-        c, P, dP, delta = self.config, rows_of(s), rows_of(dp), self._columns(self.sD, do_slot)
+        c, P, dP = self.config, rows_of(s), rows_of(dp)
+        delta = self._columns(self.sD, do_slot) if delta is None else delta
         for j in range(c.tile_m // 4):
             for r in range(2):
                 dP[r, j] = P[r, j] * (dP[r, j] - delta[j])

@@ -238,7 +238,8 @@ def test_gradients(dims, keywords):
     with stand_in() as launched:
         out = flash4.flash_attn_func(*x.three, **keywords)
         gradients = torch.autograd.grad(out, x.three, x.dout)
-    assert launched == [PREPARE, "flash4.sm90.bwd:BackwardSm90"]
+    converted = dims != (72, 96)  # whose dV of 64 keys the box of dQ does not hold
+    assert launched == [PREPARE, "flash4.sm90.bwd:BackwardSm90", FINISH][: 3 - converted]
     assert_gradients_close(gradients, x.three, x.dout, **keywords)
 
 
@@ -584,7 +585,8 @@ def test_plans_explain_themselves():
     for part in ("sm90-bwd", "causal", "64 tiles of 128 keys", str(plan.workspace_bytes)):
         assert part in text
     blocks = -(-4096 // plan.config.tile_m)
-    assert plan.workspace_bytes == 4 * 2 * 16 * blocks * plan.config.tile_m * (128 + 2)
+    assert plan.config.turns
+    assert plan.workspace_bytes == 4 * 2 * 16 * blocks * (plan.config.tile_m * (128 + 2) + 2)
     assert hash(plan) == hash(flash4.explain(q, kv, kv, causal=True, backward=True))
     with pytest.raises(NotImplementedError, match="runs on sm_90a, not sm_80"):
         flash4.explain(q, kv, kv, backward=True, arch="sm_80")
