@@ -164,8 +164,9 @@ class BackwardProblem:
 
 
 HANDED_OUT = {"handed_out": True, "first_stores": True, "backwards": True}
+CONVERTED = {**HANDED_OUT, "converts": True, "ahead": True}
 # Tiles of one step and of several, with and without a mask, one tile and several of a CTA, both ways to share out dQ; dQ a
-# step late, tiles handed out, sums that the first tile stores.
+# step late, tiles handed out, sums that the first tile stores, and that a warp converts.
 BACKWARD_PROBLEMS = (
     BackwardProblem(BackwardConfig(True, 16, 16, 64, False), 300, 200),
     BackwardProblem(BackwardConfig(True, 16, 16, 64, True), 200, 300, 2),
@@ -175,6 +176,8 @@ BACKWARD_PROBLEMS = (
     BackwardProblem(BackwardConfig(True, 16, 16, 64, False, **HANDED_OUT), 150, 400, 1, 2),
     BackwardProblem(BackwardConfig(True, 16, 16, 64, True, late=True), 200, 300, 2),
     BackwardProblem(BackwardConfig(True, 16, 16, 64, True, late=True, **HANDED_OUT), 300, 400),
+    BackwardProblem(BackwardConfig(True, 16, 16, 64, False, **CONVERTED), 150, 400, 1, 2),
+    BackwardProblem(BackwardConfig(True, 16, 16, 64, True, late=True, **CONVERTED), 300, 300, 1, 2),
 )
 
 

@@ -39,6 +39,7 @@ class ConvertOps:
         sums = self.mSums[block.batch, block.head, block.block, None].iterator + block.part * floats
         copy_row(self.sSums[None, slot.index].iterator, sums, 4 * floats, slot.barrier)
 
+    @cute.jit
     def convert(self, block, slot):
         """Slot -> dQ, two neighbours at a time: eight rows of a group of columns."""
         for place in range(WARPGROUP // WARP):

@@ -94,8 +94,8 @@ class BackwardRoles:
         tile = tiles.first()
         while tile.valid:
             for i in range(0, tile.steps):
-                inbox.wait()
                 ops.wait_turn(tile, i)  # the tiles before have added theirs
+                inbox.wait()
                 ops.add_dq(tile, i)
                 ops.wait_read()
                 inbox.release()
