@@ -121,6 +121,7 @@ KINDS = (
 CONFIGS = [(shipped(*kind), *kind[:2]) for kind in KINDS]
 # Not shipped, but supported: dQ not swapped at head dim 128, and short steps at 64.
 CONFIGS += [(BackwardConfig(True, d, d, 64, True), d, d) for d in (64, 128)]
+CONFIGS += [(BackwardConfig(True, 128, 128, 80, True, swap_dq=True), 128, 128)]
 
 
 IN_ORDER = {"handed_out": False, "first_stores": False, "backwards": False, "converts": False}
