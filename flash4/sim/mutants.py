@@ -34,6 +34,7 @@ DROPPED = {
     *("post", "tail"),  # of signals and rings on Blackwell
     *("post_nothing", "wait_stores"),  # of tiles that are handed out
     *("sync", "acquire", "wait_read", "wait_turn", "pass_turn", "drain"),  # of the backward
+    *("pass_last_turn", "wait_sums"),
 }
 UNWAITED = {
     "acquire_and_advance",

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from flash4.common.dsl import plain
 from flash4.common.dq_blocks import DqBlocks
+from flash4.common.dsl import plain
 from flash4.common.geometry import ceil_div
 from flash4.common.graph import WARP, WARPGROUP
-from flash4.common.kv_handout import GivenKvTiles, KvTileViews, ToldKvTiles
+from flash4.common.kv_handout import GivenKvTiles, ToldKvTiles
 from flash4.common.kv_sequences import Side
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.numerics import LOG2E
@@ -741,7 +741,6 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, n
         machine.spawn(
             f"{prefix}reduce[{group}]", roles["reduce"], schedule, ops, mine.tiles, Inbox(box)
         )
-
 
     if config.converts:
         blocks = DqBlocks(call.tiles, MMA_WARPGROUPS)

@@ -5,13 +5,14 @@
     load --[q x2 tma->warps]--> mma
     load --[do x2 tma->warps]--> mma
     mma --[dq, one box per warpgroup]--> reduce --[bulk additions]--> global memory
+    global memory --[sums x1 tma->warps]--> convert  (where it converts)
 
 Per step, one block of queries of one head:
 
     mma   S^T = K Q^T | dP^T = V dO^T | P = exp(scale S - LSE) | dS = P (dP - D) | dV += P^T dO | dQ = dS K
           | dK += dS^T Q, dQ into its box
 
-LSE and D come from ``passes.bwd_prepare``; ``passes.bwd_finish`` makes dQ of the sums. Config and graph are in
+LSE and D come from ``passes.bwd_prepare``; ``convert``, or else ``passes.bwd_finish``, makes dQ of the sums. Config and graph are in
 ``bwd_config``, the schedule in ``bwd_roles``, its verbs in ``bwd_ops``.
 """
 

@@ -254,7 +254,7 @@ class BackwardConfig:
         if self.converts:
             convert = Role("convert", range(0, 1), 1, registers, first_warp=1 + MMA_WARPGROUPS)
             roles, sums = (*roles, convert), (Ring("sums", convert, convert, 1, self.box_bytes),)
-            words += (Buffer("sums", self.box_bytes),)
+            words = (Buffer("sums", self.box_bytes), *words)
         return PipelineGraph(
             roles=roles,
             rings=(
@@ -279,7 +279,9 @@ class BackwardConfig:
         )
 
 
-LATE_QUERIES = 2048  # from which on dQ a step late is faster at head dim 64: measured at 1024 and 4096
+LATE_QUERIES = (
+    2048  # from which on dQ a step late is faster at head dim 64: measured at 1024 and 4096
+)
 
 # Features of a call whose gradients are not built: field of the problem -> what to ask for instead.
 UNBUILT = {
@@ -346,7 +348,10 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
     elif tile_d == tile_dv == 64 and not problem.deterministic and not windows_of_sequences:
         tile = {"tile_m": 128}
     elif tile_d == 128 and plain(problem):
-        return tile, "64 queries per step: a warp of its own can convert dQ then, whose rows are not swapped"
+        return (
+            tile,
+            "64 queries per step: a warp of its own can convert dQ then, whose rows are not swapped",
+        )
     elif tile_d == 128 and not (tile_dv == 128 and problem.deterministic and problem.window_left):
         tile = {"tile_m": 80, "swap_dq": True}
     dims = f"head dims {tile_d}/{tile_dv}{' and a cap' if problem.softcap else ''}"
@@ -363,15 +368,21 @@ def choose_order(config: BackwardConfig, problem) -> tuple[dict, tuple[str, ...]
     """Return the config fields that say who does what when, and the reasons."""
     box = MMA_ROWS * ELEMENT_BYTES * max(config.tile_d, config.tile_dv)
     if not plain(problem) or config.swap_dq or config.box_bytes < box:
-        return {}, ("one CTA for each tile of keys, dQ converted afterwards: features or head dims ask for it",)
+        return {}, (
+            "one CTA for each tile of keys, dQ converted afterwards: features or head dims ask for it",
+        )
     fields = {"handed_out": True, "backwards": True, "chained": True, "converts": True}
     reasons = ["tiles handed out, and dQ converted while it is in L2"]
     if not problem.causal or problem.seqlen_q <= problem.seqlen_k:
         fields["first_stores"] = True
-        reasons.append("the first tile visits all queries, and stores its part of dQ instead of adding it to zeros")
+        reasons.append(
+            "the first tile visits all queries, and stores its part of dQ instead of adding it to zeros"
+        )
     if config.tile_d == config.tile_dv == 64 and problem.seqlen_q >= LATE_QUERIES:
         fields["late"] = True
-        reasons.append(f"dQ a step late: from {LATE_QUERIES} queries on tiles are long enough for it to pay")
+        reasons.append(
+            f"dQ a step late: from {LATE_QUERIES} queries on tiles are long enough for it to pay"
+        )
     if config.tile_m == MMA_ROWS:
         fields["ahead"] = True
         reasons.append("LSE and D read ahead: steps of 64 queries leave the registers")

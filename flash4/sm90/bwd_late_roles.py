@@ -36,7 +36,9 @@ class LateRoles(BackwardRoles):
                     count = count + 1
                     # The other has multiplied the dS of two steps before, and so written that of the one before.
                     exchange.acquire(count)
-                    ops.ds(count, s, dp, do_slot, delta)  # dS = P (dP - D), to registers and shared memory
+                    ops.ds(
+                        count, s, dp, do_slot, delta
+                    )  # dS = P (dP - D), to registers and shared memory
                     ops.dv(do_slot)  # dV += P^T dO
                     dq = ops.dq(
                         count - 1, k_slot

@@ -54,7 +54,9 @@ class BackwardRoles:
                     ops.softmax(tile, i, s, q_slot, phase, lse)  # P = exp(scale S - LSE)
                     delta = ops.delta(do_slot)
                     ops.wait_mma(0)  # dP is there
-                    ops.ds(i, s, dp, do_slot, delta)  # dS = P (dP - D), to registers and shared memory
+                    ops.ds(
+                        i, s, dp, do_slot, delta
+                    )  # dS = P (dP - D), to registers and shared memory
                     ops.dv(do_slot)  # dV += P^T dO
                     exchange.sync()  # the dS of both warpgroups is in shared memory
                     dq = ops.dq(i, k_slot)  # dQ = dS K

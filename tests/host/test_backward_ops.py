@@ -243,7 +243,9 @@ def test_gradients(dims, keywords):
     assert_gradients_close(gradients, x.three, x.dout, **keywords)
 
 
-@pytest.mark.parametrize("keywords", [{"window_size": (20, None)}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize(
+    "keywords", [{"window_size": (20, None)}, {"deterministic": True}], ids=str
+)
 def test_a_kernel_converts_where_no_warp_does(keywords):
     x = Inputs.draw()
     with stand_in() as launched:

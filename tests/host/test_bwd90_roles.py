@@ -125,7 +125,11 @@ CONFIGS += [(BackwardConfig(True, 128, 128, 80, True, swap_dq=True), 128, 128)]
 
 
 IN_ORDER = {"handed_out": False, "first_stores": False, "backwards": False, "converts": False}
-CONFIGS += [(replace(config, **IN_ORDER, late=late), *dims) for config, *dims in CONFIGS[:2] for late in (False, True)]
+CONFIGS += [
+    (replace(config, **IN_ORDER, late=late), *dims)
+    for config, *dims in CONFIGS[:2]
+    for late in (False, True)
+]
 
 
 def run(case: Case, seed: int = 0):
