@@ -1,4 +1,4 @@
-"""Execution of planned calls, as PyTorch operators. No policy: plans come from ``dispatch``."""
+"""Execution of planned calls, and PyTorch operators for them. No policy: plans come from ``dispatch``."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -131,17 +131,41 @@ def _launch_for(q, k, v, options: CallOptions) -> Launch | None:
     if not problem.is_empty:
         arch, workers = device_facts(q.device.index)
         launch = _launch_of(plan_forward(problem, arch, workers), q.device, workers)
-    if len(_launches) >= MAX_LAUNCHES:
-        _launches.clear()
-    _launches[key] = launch
+    keep(_launches, key, launch)
     return launch
+
+
+def keep(table: dict, key, value):
+    """Put a value into a table that never grows beyond bounds."""
+    if len(table) >= MAX_LAUNCHES:
+        table.clear()
+    table[key] = value
+
+
+def is_capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def kernel_for(kernel: str, config, arch: str):
+    """Launch function of a kernel, compiled here if it must be.
+
+    Raises:
+        RuntimeError: it must be compiled or loaded, which cannot be done while a CUDA graph is captured.
+    """
+    if not CACHE.contains(kernel, config, arch) and is_capturing():
+        raise RuntimeError(
+            f"flash4 has not loaded {kernel} for this kind of call yet, and cannot while a CUDA graph is captured: "
+            "make one such call before the capture, or flash4.precompile it"
+        )
+    return CACHE.get(kernel, config, arch)
 
 
 def _launch_of(plan: Plan, device, workers: int) -> Launch:
     """What a plan's kernel, compiled here if it must be, needs at run time."""
     config = plan.config
     with torch.cuda.device(device):
-        function = CACHE.get(plan.kernel, config, plan.arch)
+        function = kernel_for(plan.kernel, config, plan.arch)
     used = plan.multiprocessors_of(workers)
     return Launch(function, plan.section, used, config.numbers, config.optional_tensors)
 
@@ -308,12 +332,6 @@ torch.library.define(
 )
 
 
-@torch.library.impl("flash4::forward", "CUDA")
-def _forward(q, k, v, *options):
-    out = empty_output(q, v.shape[-1])
-    return out, run_forward(q, k, v, out, CallOptions(*options))
-
-
 @torch.library.register_fake("flash4::forward")
 def _forward_fake(q, k, v, *options):
     check_call(q, k, v, CallOptions(*options))
@@ -368,7 +386,7 @@ def _backward_launch_for(q, k, v, options: CallOptions, dlse: bool) -> BackwardL
 
 def launch_of(plan: BackwardPlan, blocks: int, workers: int) -> BackwardLaunch:
     """Compiled kernels of a plan; ``blocks`` as of ``query_blocks``, ``workers`` the GPU's multiprocessors."""
-    prepare, main, *finish = (CACHE.get(*kernel) for kernel in plan.kernels)
+    prepare, main, *finish = (kernel_for(*kernel) for kernel in plan.kernels)
     finish = finish[0] if finish else None
     return BackwardLaunch(prepare, main, finish, plan.config, plan.section, blocks, workers)
 
@@ -417,19 +435,16 @@ def launch_backward(launch: BackwardLaunch, dout, dlse, inputs, out, lse, option
     k, v = (whole_rows(x) if config.ragged_k else x for x in (k, v))
     statistics = q.new_empty((2, *rows[:2], rows[2] * config.tile_m), dtype=torch.float32)
     sums = q.new_empty((*rows, config.tile_m * config.tile_d), dtype=torch.float32)
-    counters = {
-        "turns": q.new_empty((*rows, 2), dtype=torch.int32) if config.turns else None,
-        "next_tile": q.new_empty(1, dtype=torch.int32) if config.handed_out else None,
-    }
-    batch = options.batch(inputs[0])
-    made = {name: x for name, x in counters.items() if x is not None} | {"dq_out": dq}
+    shapes = counter_shapes(config, rows)
+    counters = {name: q.new_empty(shape, dtype=torch.int32) for name, shape in shapes.items()}
+    batch, made = options.batch(inputs[0]), counters | {"dq_out": dq}
     optional = {
         name: made[name] if name in made else _optional_tensor(name, options, batch)
         for name in config.optional_tensors
     }
     lengths = [optional[name] for name in LENGTHS_OF_QUERIES if name in optional]
     prepared = (out, dout, as_batch(lse, 3).contiguous(), *statistics, sums, *lengths)
-    prepared += tuple(x for x in counters.values() if x is not None)
+    prepared += tuple(counters.values())
     prepared += () if dlse is None else (as_batch(dlse, 3),)
     tensors = (q, k, v, dout, *statistics, sums, dk, dv, *optional.values())
     with torch.cuda.device(q.device):
@@ -442,6 +457,12 @@ def launch_backward(launch: BackwardLaunch, dout, dlse, inputs, out, lse, option
         return *gradients, lse.new_empty(0)
     delta = statistics_of_rows(statistics[1], lse, options.cu_seqlens_q, config.tile_m)
     return *gradients, _gradient_of_sink(delta, as_batch(lse, 3), sink)
+
+
+def counter_shapes(config, rows) -> dict[str, tuple[int, ...]]:
+    """Counters of a backward, int32, that the first kernel sets to zero; ``rows`` are (batch, heads, blocks of queries)."""
+    given = {TURNS: (config.turns, (*rows, 2)), "next_tile": (config.handed_out, (1,))}
+    return {name: shape for name, (present, shape) in given.items() if present}
 
 
 def as_batch(x, ndim: int = 4):
@@ -520,14 +541,14 @@ _SAVED_FIELDS = ("sink", "alibi_slopes", *LENGTHS)
 SINK_INPUT = 3 + CallOptions._fields.index("sink")  # of the forward operator
 
 
+def backward_fields(options: CallOptions) -> tuple:
+    """What the backward operator takes behind its tensors."""
+    return tuple(getattr(options, name) for name in _BACKWARD_FIELDS)
+
+
 def backward_options(fields) -> CallOptions:
     """Options of what the backward operator was given behind its tensors."""
     return CallOptions(**dict(zip(_BACKWARD_FIELDS, fields, strict=False)))
-
-
-@torch.library.impl("flash4::backward", "CUDA")
-def _backward(dout, dlse, q, k, v, out, lse, *fields):
-    return run_backward(dout, dlse, (q, k, v), out, lse, backward_options(fields))
 
 
 @torch.library.register_fake("flash4::backward")
@@ -583,8 +604,7 @@ def _gradients(ctx, dout, dlse):
     saved, optional = tensors[:5], tensors[5:]
     dout = torch.zeros_like(saved[3]) if dout is None else dout
     options = ctx.options._replace(**dict(zip(_SAVED_FIELDS, optional, strict=True)))
-    fields = (getattr(options, name) for name in _BACKWARD_FIELDS)
-    *gradients, dsink = backward(dout, dlse, *saved, *fields)
+    *gradients, dsink = backward(dout, dlse, *saved, *backward_fields(options))
     # As many as the caller gave: the dispatcher leaves out what is at its default.
     found = [None] * len(ctx.needs_input_grad)
     found[: len(gradients)] = gradients

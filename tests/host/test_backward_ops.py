@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import flash4
-from flash4 import dispatch, ops, reference
+from flash4 import dispatch, launch, ops, reference
 from flash4.common.fragments import dq_place
 from flash4.common.kv_sequences import Side
 from flash4.interface import options_of
@@ -166,7 +166,7 @@ def finish(config, tensors, scale):
 
 def backward_on_cpu(dout, dlse, q, k, v, out, lse, *fields):
     """Do what the operator does with CUDA tensors."""
-    return ops.run_backward(dout, dlse, (q, k, v), out, lse, ops.backward_options(fields))
+    return launch.backward_operator(dout, dlse, q, k, v, out, lse, *fields)
 
 
 @contextlib.contextmanager

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 import flash4
-from flash4 import dispatch, ops, reference
+from flash4 import dispatch, launch, ops, reference
 from flash4.common import mods
 from flash4.dispatch import architecture, plan_forward
-from flash4.problem import AttentionProblem, CallOptions
+from flash4.problem import AttentionProblem
 from flash4.sm90 import fwd_config as sm90_fwd
 from flash4.sm90.fwd_config import ForwardConfig
 from tests import strategies
@@ -90,8 +90,7 @@ def run_reference(launch):
 
 def forward_on_cpu(q, k, v, *options):
     """Do what the operator does with CUDA tensors."""
-    out = ops.empty_output(q, v.shape[-1])
-    return out, ops.run_forward(q, k, v, out, CallOptions(*options))
+    return launch.forward_operator(q, k, v, *options)
 
 
 @contextlib.contextmanager
