@@ -133,11 +133,12 @@ class PrepareBackward:
             if lane == 0:
                 sD[i * self.rows + first] = total
         cute.arch.sync_threads()
+        # What is +inf makes P = 0: rows behind the last, and rows that see no key.
+        seen = (thread < mine.used) & (row_lse != -Float32.inf)
+        slot = block * c.tile_m + thread
         if thread < c.tile_m:
-            # What is +inf makes P = 0: rows behind the last, and rows that see no key.
-            seen, at = (thread < mine.used) & (row_lse != -Float32.inf), block * c.tile_m + thread
-            lse2[batch, head, at] = cutlass.select_(seen, row_lse * LOG2E, Float32.inf)
-            delta[batch, head, at] = cutlass.select_(seen, sD[thread] - row_dlse, Float32(0.0))
+            lse2[batch, head, slot] = cutlass.select_(seen, row_lse * LOG2E, Float32.inf)
+            delta[batch, head, slot] = cutlass.select_(seen, sD[thread] - row_dlse, Float32(0.0))
 
 
 def place_of(index, blocks):
