@@ -8,6 +8,7 @@ from flash4.common.tiles import Grid, TileSchedule, grid_of, multiprocessors_for
 from flash4.passes.bwd_config import FINISH, PREPARE, passes_of
 from flash4.problem import AttentionProblem
 from flash4.sm90 import bwd_config as sm90_bwd
+from flash4.sm90 import bwd_wide_config as sm90_bwd_wide
 from flash4.sm90 import fwd_config as sm90_fwd
 from flash4.sm100 import fwd_config as sm100_fwd
 
@@ -16,7 +17,10 @@ FORWARD_KERNELS = (
     ("sm90-fwd", "flash4.sm90.fwd:ForwardSm90", "sm_90a", sm90_fwd),
     ("sm100-fwd", "flash4.sm100.fwd:ForwardSm100", "sm_100a", sm100_fwd),
 )
-BACKWARD_KERNELS = (("sm90-bwd", "flash4.sm90.bwd:BackwardSm90", "sm_90a", sm90_bwd),)
+BACKWARD_KERNELS = (
+    ("sm90-bwd", "flash4.sm90.bwd:BackwardSm90", "sm_90a", sm90_bwd),
+    ("sm90-bwd-wide", "flash4.sm90.bwd_wide:WideBackwardSm90", "sm_90a", sm90_bwd_wide),
+)
 ARCHITECTURES = {(9, 0): "sm_90a"}  # compute capability -> compile target
 NEVER_RUN = {(10, 0): "Blackwell"}  # kernels compile and are simulated, but nobody has run one
 
@@ -296,7 +300,7 @@ def plan_backward(
         rejected=tuple(rejected),
     )
     steps = plan.query_blocks * problem.heads_q * (1 + config.converts)  # in two parts
-    if max(plan.grid.total + plan.grid.n_blocks, steps) > MAX_TILES:
+    if max((plan.grid.total + plan.grid.n_blocks) * config.ctas, steps) > MAX_TILES:
         raise NotImplementedError(
             f"{plan.grid.total} tiles of keys, {steps} of queries; supported are {MAX_TILES}: split the batch"
         )
@@ -314,14 +318,14 @@ def _backward_section(problem: AttentionProblem, config, workers: int) -> int:
     if problem.varlen:
         return workers
     grid = kv_grid_of(problem, config.tile_n)
-    wave = max(1, ceil_div(workers, grid.n_blocks))
+    wave = max(1, ceil_div(workers_of(workers, config.ctas), grid.n_blocks))
     return min(grid.head_count, max(wave, config.least_heads))
 
 
 def gradient_obstacle(problem: AttentionProblem) -> str | None:
-    """Why no kernel gives gradients of a call, on whatever GPU, or None."""
+    """Why no kernel gives gradients of a call, on whatever GPU, or None; the last one takes the most head dims."""
     reasons = [module.can_implement(problem) for *_, module in BACKWARD_KERNELS]
-    return None if None in reasons else reasons[0]
+    return None if None in reasons else reasons[-1]
 
 
 def choose_section(problem: AttentionProblem, config, grid: Grid, workers: int) -> int:

@@ -21,7 +21,9 @@ class PrepareBackward:
     def __init__(self, config: PrepareConfig):
         self.config = config
         self.dtype = BFloat16 if config.bf16 else Float16
-        self.lanes = 8 if config.tile_dv <= 64 else 16  # threads of one row
+        self.lanes = next(
+            n for n in (8, 16, 32) if n * VECTOR >= config.tile_dv
+        )  # threads of one row
         self.rows = THREADS // self.lanes  # at a time
 
     def fake_arguments(self):

@@ -18,13 +18,14 @@ import numpy as np
 from flash4.common import handout
 from flash4.common.dsl import plain
 from flash4.problem import CallOptions
-from flash4.sim import sm90_bwd, sm100_fwd
+from flash4.sim import sm90_bwd, sm90_bwd_wide, sm100_fwd
 from flash4.sim.cluster import arrive_at
 from flash4.sim.machine import Hazard
 from flash4.sim.rings import Ring, SharedRing
 from flash4.sim.sm90_fwd import Variation, round_to_16_bit, simulate_forward
-from flash4.sm90 import bwd_late_roles, bwd_roles, fwd_roles
+from flash4.sm90 import bwd_joint_roles, bwd_late_roles, bwd_roles, bwd_wide_roles, fwd_roles
 from flash4.sm90.bwd_config import BackwardConfig
+from flash4.sm90.bwd_wide_config import WideBackwardConfig
 from flash4.sm90.fwd_config import ForwardConfig
 from flash4.sm100 import fwd_roles as fwd_roles_sm100
 from flash4.sm100.fwd_config import ForwardConfig as ForwardConfigSm100
@@ -35,6 +36,8 @@ DROPPED = {
     *("post_nothing", "wait_stores"),  # of tiles that are handed out
     *("sync", "acquire", "wait_read", "wait_turn", "pass_turn", "drain"),  # of the backward
     *("pass_last_turn", "wait_sums"),
+    *("post_p", "wait_p", "post_ds", "wait_ds"),  # of the wide one
+    *("wait_peer", "release_peer", "acquire_ds"),  # and of its pairs of CTAs
 }
 UNWAITED = {
     "acquire_and_advance",
@@ -179,6 +182,20 @@ BACKWARD_PROBLEMS = (
     BackwardProblem(BackwardConfig(True, 16, 16, 64, True, late=True, **HANDED_OUT), 300, 400),
     BackwardProblem(BackwardConfig(True, 16, 16, 64, False, **CONVERTED), 150, 400, 1, 2),
     BackwardProblem(BackwardConfig(True, 16, 16, 64, True, late=True, **CONVERTED), 300, 300, 1, 2),
+)
+
+# One and two parts of dQ for a warpgroup, one CTA and two, one slot of dO and two.
+WIDE_BACKWARD_PROBLEMS = (
+    BackwardProblem(WideBackwardConfig(True, 128, 64, False, ctas=1), 300, 120),
+    BackwardProblem(WideBackwardConfig(True, 192, 64, True), 150, 200, 2),
+    BackwardProblem(WideBackwardConfig(True, 256, 64, False, do_stages=2), 300, 150),
+    BackwardProblem(WideBackwardConfig(True, 128, 64, False), 64, 300),
+    BackwardProblem(WideBackwardConfig(True, 192, 64, True, ordered=True), 200, 300, 1, 3),
+)
+
+JOINT_BACKWARD_PROBLEMS = (
+    BackwardProblem(WideBackwardConfig(True, 256, 64, False, joint=True), 300, 200),
+    BackwardProblem(WideBackwardConfig(True, 256, 64, True, joint=True, do_stages=2), 250, 200, 2),
 )
 
 
@@ -370,16 +387,16 @@ class OwnCounts(SharedRing):
         return self.full
 
 
-def cluster_mutants() -> Iterator[Mutant]:
-    """Mutants of what CTAs do that share tiles: how they meet, release and copy."""
+def cluster_mutants(vary: Callable = Variation) -> Iterator[Mutant]:
+    """Mutants of what CTAs do that share tiles: how they meet, release and copy; ``vary`` makes the variations."""
     for kind in (
         OwnReleases, TwiceReleased, SwappedReleases, OwnCopies, WholeCopies, OwnCounts,
     ):  # fmt: skip
         name = f"cluster: {kind.__doc__.rstrip('.')}"
-        yield Mutant(name, 0, True, functools.partial(Variation, shared=kind))
+        yield Mutant(name, 0, True, functools.partial(vary, shared=kind))
     for left, where in (("end", "before the roles begin"), ("start", "before one ends")):
         name = f"cluster: CTAs do not meet {where}"
-        yield Mutant(name, 0, True, functools.partial(Variation, meets=(left,)))
+        yield Mutant(name, 0, True, functools.partial(vary, meets=(left,)))
 
 
 def handout_mutants() -> Iterator[Mutant]:
@@ -440,14 +457,34 @@ def sm90_bwd_mutants() -> list[Mutant]:
         lambda roles: vary(late_roles=roles),
     )  # fmt: skip
     found += [replace(mutant, name=f"late {mutant.name}") for mutant in late]
-    for role in ("load", "mma"):
+    return found + list(miscounts(("load", "mma"), vary))
+
+
+def sm90_bwd_wide_mutants() -> list[Mutant]:
+    """The same of the wide Hopper backward, and of how its CTAs share tiles; ``load`` is the narrow one's."""
+    source, path = inspect.getsource(bwd_wide_roles), bwd_wide_roles.__file__
+    vary = sm90_bwd_wide.WideVariation
+    found = list(mutants_of_source(source, path, "WideBackwardRoles", vary))
+    found += cluster_mutants(vary)
+    return found + list(miscounts(("load", "mma_v", "mma_k"), vary))
+
+
+def sm90_bwd_joint_mutants() -> list[Mutant]:
+    """Those of the wide Hopper backward's roles whose CTAs add dQ up together."""
+    source, path = inspect.getsource(bwd_joint_roles), bwd_joint_roles.__file__
+    vary = sm90_bwd_wide.WideVariation
+    found = list(mutants_of_source(source, path, "JointBackwardRoles", vary))
+    vary = functools.partial(vary, bwd_joint_roles.JointBackwardRoles)
+    return found + list(miscounts(("mma_v", "mma_k"), vary))
+
+
+def miscounts(roles, vary: Callable) -> Iterator[Mutant]:
+    """Mutants of a backward whose ends have too many or too few slots."""
+    for role in roles:
         for ring in ("k", "v", "q", "do"):
             for amount in (1, -1) if ring in ("q", "do") else (1,):
-                miscounts = {(role, ring): amount}
-                name = f"{role}: counts the slots of {ring} {amount:+}"
-                build = functools.partial(vary, miscounts=miscounts)
-                found.append(Mutant(name, 0, False, build))
-    return found
+                build = functools.partial(vary, miscounts={(role, ring): amount})
+                yield Mutant(f"{role}: counts the slots of {ring} {amount:+}", 0, False, build)
 
 
 class Jury:
@@ -481,11 +518,19 @@ class Jury:
 KERNELS = {
     "sm90-fwd": sm90_fwd_mutants,
     "sm90-bwd": sm90_bwd_mutants,
+    "sm90-bwd-wide": sm90_bwd_wide_mutants,
+    "sm90-bwd-joint": sm90_bwd_joint_mutants,
     "sm100-fwd": sm100_fwd_mutants,
 }
 JURIES = {
     "sm90-fwd": Jury,
     "sm90-bwd": lambda: Jury(BACKWARD_PROBLEMS, simulate=sm90_bwd.simulate_backward),
+    "sm90-bwd-wide": lambda: Jury(
+        WIDE_BACKWARD_PROBLEMS, simulate=sm90_bwd_wide.simulate_wide_backward
+    ),
+    "sm90-bwd-joint": lambda: Jury(
+        JOINT_BACKWARD_PROBLEMS, simulate=sm90_bwd_wide.simulate_wide_backward
+    ),
     "sm100-fwd": lambda: Jury(SM100_PROBLEMS, simulate=sm100_fwd.simulate_forward),
 }
 

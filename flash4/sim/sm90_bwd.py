@@ -103,18 +103,18 @@ class Call:
 
 
 class LoadOps:
-    """Verbs of the ``load`` role."""
+    """Verbs of the ``load`` role, for some keys of each tile."""
 
-    def __init__(self, call: Call):
-        self._call = call
+    def __init__(self, call: Call, first_key: int = 0, count: int = TILE_N):
+        self._call, self._first_key, self._count = call, first_key, count
 
     def load_k(self, tile, slot):
         """Fill the K slot with the tile's keys."""
-        self._fill(slot, self._keys(self._call.k, tile), (TILE_N, self._call.config.tile_d))
+        self._fill(slot, *self._keys(self._call.k, tile, self._call.config.tile_d))
 
     def load_v(self, tile, slot):
         """Fill the V slot with the tile's values."""
-        self._fill(slot, self._keys(self._call.v, tile), (TILE_N, self._call.config.tile_dv))
+        self._fill(slot, *self._keys(self._call.v, tile, self._call.config.tile_dv))
 
     def load_q(self, tile, i, slot):
         """Fill a Q slot with the queries of step ``i`` and their LSE."""
@@ -126,11 +126,13 @@ class LoadOps:
         call = self._call
         self._load(call.dout, call.delta, call.config.tile_dv, (tile, i), slot)
 
-    def _keys(self, x, tile):
-        where, first = self._call.tiles.where(tile), tile.n_block * TILE_N
-        end = self._call.tiles.lengths(tile)[1] if self._call.config.ragged_k else x.shape[1]
-        rows = slice(where.row_k + first, where.row_k + max(first, min(first + TILE_N, end)))
-        return x[where.entry_k, rows, tile.head_kv]
+    def _keys(self, x, tile, width):
+        """Rows of x, and the shape of their tile."""
+        call = self._call
+        where, first = call.tiles.where(tile), tile.n_block * call.config.tile_n + self._first_key
+        end = call.tiles.lengths(tile)[1] if call.config.ragged_k else x.shape[1]
+        rows = slice(where.row_k + first, where.row_k + max(first, min(first + self._count, end)))
+        return x[where.entry_k, rows, tile.head_kv], (self._count, width)
 
     def _load(self, x, statistic, width, step, slot):
         """A tile, with its statistic as a column behind it."""
@@ -285,16 +287,19 @@ class ReduceOps:
     def _turn(self, tile, i) -> Semaphore:
         return self._call.turn(self._machine, self._key(tile, i))
 
+    def _rank(self, tile, i):
+        """How many additions come before this one; negative for one that is not asked."""
+        return self._call.tiles.rank(tile, i)
+
     def wait_turn(self, tile, i):
         """Wait until all tiles whose turn comes first have added theirs."""
-        rank = self._call.tiles.rank(tile, i)
-        config = self._call.config
+        config, rank = self._call.config, self._rank(tile, i)
         if (config.ordered or config.first_stores) and rank >= 0:
             self._turn(tile, i).wait(rank if config.ordered else min(rank, 1))
 
     def pass_turn(self, tile, i):
         """Wait until the addition is done, and let the next tile go; see the verb of ``bwd_ops``."""
-        config, rank = self._call.config, self._call.tiles.rank(tile, i)
+        config, rank = self._call.config, self._rank(tile, i)
         if config.ordered or (config.turns and rank == 0):
             self._count(tile, i, 0, rank >= 0)
         elif config.converts and i > 0:
@@ -313,7 +318,10 @@ class ReduceOps:
 
     def add_dq(self, tile, i):
         """Accumulator += box, for the queries of step ``i``."""
-        call, key = self._call, self._key(tile, i)
+        self._add(self._key(tile, i), tile)
+
+    def _add(self, key, tile):
+        call = self._call
         if key not in call.sums:
             # Tiles that have no turn add zeros, in any order.
             ordered = call.config.ordered and not (call.config.left or call.config.varlen)
@@ -321,12 +329,16 @@ class ReduceOps:
             call.sums[key] = Accumulator(self._machine, f"dQ{key}", shape, ordered)
             if call.config.first_stores:
                 call.sums[key].region.poke(np.full(shape, np.nan, np.float32))
-        total, label = call.sums[key], f"{tile.index}"
+        total, label = call.sums[key], self._name(tile)
         if call.config.first_stores and tile.n_block == 0:
             self._bulk.store(self._box.region, lambda array: total.put(array, label), total.region)
         else:
             self._bulk.reduce_add(self._box.region, total, label)
         self._bulk.commit_group()
+
+    def _name(self, tile) -> str:
+        """Whose addition it is."""
+        return f"{tile.index}"
 
     def wait_read(self):
         """Wait until the box has been read."""
@@ -425,7 +437,8 @@ class MmaOps:
         tiles, options = call.tiles, call.options
         (block, head), lengths = tiles.place(tile, i), tiles.lengths(tile)
         queries = block * self._config.tile_m + np.arange(self._config.tile_m)
-        keys = range(tile.n_block * TILE_N, (tile.n_block + 1) * TILE_N)[self._rows]
+        first, tile_n = tile.n_block * self._config.tile_n, self._config.tile_n
+        keys = range(first, first + tile_n)[self._rows]
         scale, slope = np.float32(options.softmax_scale), 1
         lse = q_slot.region.read()[:, -1] if lse is None else lse
         if options.softcap:
@@ -454,7 +467,7 @@ class MmaOps:
         values = s.values * (dp.values - delta)
         rounded = round_to_16_bit(values, self._config.bf16)
         self._ds.values[:] = rounded
-        self._regions["ds", i % STAGES, self._group].write(rounded)
+        self._regions["ds", i % self._config.ds_stages, self._group].write(rounded)
         self._machine.fence()
 
     def dv(self, do_slot):
@@ -498,30 +511,33 @@ class MmaOps:
 
     def put_dk(self):
         """dK (scaled), registers -> box."""
-        self._put("dk", self._dk, np.float32(self._call.options.softmax_scale))
+        self._put("dk")
 
     def put_dv(self):
         """dV, registers -> box."""
-        self._put("dv", self._dv, np.float32(1))
+        self._put("dv")
 
-    def _put(self, name, acc, factor):
-        values = round_to_16_bit(acc.values * factor, self._config.bf16)
-        self._regions[name, self._group].write(values)
+    def _put(self, name):
+        scale = np.float32(self._call.options.softmax_scale)
+        values = self._dk.values * scale if name == "dk" else self._dv.values
+        region = self._regions[name, self._group]
+        region.write(round_to_16_bit(values, self._config.bf16))
+        return region
 
     def store(self, tile):
         """Start the store of dK (scaled) and dV, this warpgroup's 64 rows."""
-        call, bf16 = self._call, self._config.bf16
-        scale = np.float32(call.options.softmax_scale)
-        where, first = call.tiles.where(tile), tile.n_block * TILE_N + self._group * MMA_ROWS
+        self._store(tile, "dk", self._call.dk)
+        self._store(tile, "dv", self._call.dv)
+
+    def _store(self, tile, name, target):
+        where = self._call.tiles.where(tile)
+        first = tile.n_block * self._config.tile_n + self._rows.start
         rows = slice(
             where.row_k + first, where.row_k + max(first, min(first + MMA_ROWS, where.stored_k))
         )
-        results = {"dk": (self._dk, call.dk, scale), "dv": (self._dv, call.dv, 1)}
-        for name, (acc, target, factor) in results.items():
-            region = self._regions[name, self._group]
-            region.write(round_to_16_bit(acc.values * np.float32(factor), bf16))
-            self._machine.fence()
-            self._start_store(region, target[where.entry_k, rows, tile.head_kv])
+        region = self._put(name)
+        self._machine.fence()
+        self._start_store(region, target[where.entry_k, rows, tile.head_kv])
 
     def _start_store(self, region, target):
         def land():
@@ -542,6 +558,11 @@ class Variation:
     late_roles: type = LateRoles  # of a config with ``late``
     miscounts: dict = field(default_factory=dict)
     strict: bool = True
+
+    def fill(self, machine: Machine, call: Call, worker: int, numbers):
+        """Set up what works on the tiles of a worker, with their ``numbers`` if they are handed out: one CTA."""
+        prefix = f"cta{worker}." if call.config.turns else ""
+        _fill_cta(machine, call, self, prefix, numbers)
 
 
 def prepare(queries: Side, out, lse, dout, dlse=None):
@@ -637,7 +658,7 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
         ctas = tiles_of_ctas(config, blocks, sides, (heads_kv, ratio), workers, 1 + seed % 7)
         numbers = [None] * len(ctas)
     else:
-        grid = KvGrid(ceil_div(seqlen_k, TILE_N), heads_kv, batch, ratio)
+        grid = KvGrid(ceil_div(seqlen_k, config.tile_n), heads_kv, batch, ratio)
         workers, section = min(workers, grid.total), 1 + seed % grid.head_count
         numbers, lengths = shared_out(grid.total, workers, seed), (seqlen_q, seqlen_k)
         ctas = [
@@ -654,8 +675,7 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
         if machine is None or not config.turns:
             machine, shared = Machine(seed + worker, variation.strict), ({}, {})
         call = Call(config, q, k, v, dout, *statistics, dk, dv, options, tiles, *shared, dq)
-        prefix = f"cta{worker}." if config.turns else ""
-        _fill_cta(machine, call, variation, prefix, numbers[worker])
+        variation.fill(machine, call, worker, numbers[worker])
         if worker == len(ctas) - 1 or not config.turns:
             yield machine, call
 

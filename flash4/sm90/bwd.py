@@ -16,7 +16,7 @@ LSE and D come from ``passes.bwd_prepare``; ``convert``, or else ``passes.bwd_fi
 ``bwd_config``, the schedule in ``bwd_roles``, its verbs in ``bwd_ops``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -130,7 +130,11 @@ class BackwardSm90:
                 f"{config} needs {self.graph.smem_bytes} bytes of shared memory and up to {SMEM_ALIGN} "
                 f"for alignment, one CTA has {SMEM_LIMIT}"
             )
-        self.roles = LateRoles() if config.late else BackwardRoles()
+        self.roles = self._schedule()
+
+    def _schedule(self):
+        """The role functions."""
+        return LateRoles() if self.config.late else BackwardRoles()
 
     def fake_arguments(self):
         """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
@@ -197,7 +201,9 @@ class BackwardSm90:
         numbers = dict(zip(self.config.numbers, numbers, strict=True))
         queries, keys = self._sides(q, k, optional)
         grid = KvGrid(
-            n_blocks=keys.slots if self.config.cu_k else cute.ceil_div(k.shape[1], TILE_N),
+            n_blocks=keys.slots
+            if self.config.cu_k
+            else cute.ceil_div(k.shape[1], self.config.tile_n),
             heads_kv=k.shape[2],
             batch=k.shape[0],
             ratio=q.shape[2] // k.shape[2],
@@ -228,7 +234,8 @@ class BackwardSm90:
         self.kernel(
             self._tiled_mmas(), self._operands((q, k, v, do, dk, dv)), run_time, grid
         ).launch(
-            grid=(ctas, 1, 1),
+            grid=(ctas * self.config.ctas, 1, 1),
+            cluster=(self.config.ctas, 1, 1) if self.config.ctas > 1 else None,
             block=(self.graph.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -241,7 +248,7 @@ class BackwardSm90:
         batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
         return (
             Side(batch, q.shape[1], self.config.tile_m, cu_q, used_q),
-            Side(batch, k.shape[1], TILE_N, cu_k, used_k),
+            Side(batch, k.shape[1], self.config.tile_n, cu_k, used_k),
         )
 
     def _entry_rows(self, q, k, v, do):
@@ -382,7 +389,7 @@ class BackwardSm90:
         else:
             cute.arch.setmaxregister_increase(mma.registers)
             mine = group - mma.warpgroups.start
-            place = (thread % WARPGROUP, mine)
+            place = (thread % WARPGROUP, mine, mine)
             ops = self._mma_ops(mmas, operands, run_time, tiles, shared, place)
             ends = (k_consumer, v_consumer, q_consumer, do_consumer)
             self.roles.mma(ops, tiles, *ends, Exchange(mine), Outbox(mine))
@@ -434,14 +441,15 @@ class BackwardSm90:
         tensors["dq"] = cute.make_tensor(floats, cute.make_layout((c.dq_floats, MMA_WARPGROUPS)))
         for name, ring in (("lse", "q"), ("delta", "do")):
             tile_bytes = self.graph.ring(ring).stage_bytes - c.statistics_bytes
-            behind = cute.recast_ptr(pointers[ring] + STAGES * tile_bytes, dtype=Float32)
-            tensors[name] = cute.make_tensor(behind, cute.make_layout((c.tile_m, STAGES)))
+            stages = self.graph.ring(ring).stages
+            behind = cute.recast_ptr(pointers[ring] + stages * tile_bytes, dtype=Float32)
+            tensors[name] = cute.make_tensor(behind, cute.make_layout((c.tile_m, stages)))
         return Shared(**tensors)
 
     def _open_ring(self, smem, name, lane):
         """Barriers and the producer and consumer ends of the graph's ring ``name``."""
         ring = self.graph.ring(name)
-        return pipeline.PipelineTmaAsync.create(
+        ends = pipeline.PipelineTmaAsync.create(
             barrier_storage=smem.allocate_array(cutlass.Int64, 2 * ring.stages),
             num_stages=ring.stages,
             producer_group=pipeline.CooperativeGroup(
@@ -449,14 +457,18 @@ class BackwardSm90:
             ),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, ring.consumer_arrivals),
             tx_count=ring.stage_bytes,
-            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            cta_layout_vmnk=cute.make_layout((1, ring.ctas, 1, 1)),
             tidx=lane,
+            mcast_mode_mn=(0, 1),
             defer_sync=True,
-        ).make_participants()
+        )
+        if self.config.ctas > ring.ctas:  # the pipeline would signal another CTA's barrier
+            ends = replace(ends, is_signaling_thread=lane % WARP == 0)
+        return ends.make_participants()
 
-    def _load_ops(self, operands, run_time, tiles, shared):
-        """Verbs of the ``load`` role."""
-        return LoadOps(
+    def _load_ops(self, operands, run_time, tiles, shared, kind=LoadOps, **more):
+        """Verbs of the ``load`` role, of a class that may have more fields."""
+        return kind(
             config=self.config,
             tiles=tiles,
             q=operands.q,
@@ -472,6 +484,7 @@ class BackwardSm90:
             sDO=shared.do,
             sLSE=shared.lse,
             sD=shared.delta,
+            **more,
         )
 
     def _convert_ops(self, run_time, pointers, lane):
@@ -503,8 +516,12 @@ class BackwardSm90:
         )
 
     def _mma_ops(self, mmas, operands, run_time, tiles, shared, place):
-        """Partition the operands for one warpgroup; allocate its accumulators."""
-        c, (thread, mine) = self.config, place
+        """Verbs of the ``mma`` role."""
+        return MmaOps(**self._mma_fields(mmas, operands, run_time, tiles, shared, place))
+
+    def _mma_fields(self, mmas, operands, run_time, tiles, shared, place):
+        """Partition the operands for one warpgroup, which is number ``mine`` of those that a product has; allocate its accumulators."""
+        c, (thread, group, mine) = self.config, place
 
         def a(tiled_mma, tensor):
             part = tiled_mma.get_slice(mine * WARPGROUP).partition_A(tensor)
@@ -516,7 +533,7 @@ class BackwardSm90:
 
         k_of_dq, ds_of_dq = (a, b) if c.swap_dq else (b, a)
         operand = ((2, 2, 2), 1, c.tile_m // 16)
-        return MmaOps(
+        return dict(
             config=c,
             tiles=tiles,
             mma_s=mmas.s,
@@ -540,7 +557,7 @@ class BackwardSm90:
             sDS=cute.local_tile(
                 permuted_view(shared.ds, [1, 0, 2]), (MMA_ROWS, c.tile_m, STAGES), (mine, 0, 0)
             ),
-            sDQ=shared.dq[None, mine],
+            sDQ=shared.dq[None, group],
             sDK=shared.dk[None, None, mine],
             sDV=shared.dv[None, None, mine],
             dk_out=operands.dk,
@@ -551,5 +568,5 @@ class BackwardSm90:
             cap_log2=run_time.cap_log2,
             cap_scale=run_time.cap_scale,
             thread=thread,
-            warpgroup=mine,
+            warpgroup=group,
         )

@@ -23,8 +23,97 @@ TILE_SLOTS = 2  # of the ring of tiles, where they are handed out
 UNEVEN_SECTION_HEADS = 16  # whose tiles, longest first, balance well and still share L2
 
 
+class BackwardFacts:
+    """What follows from the fields of any Hopper backward's config."""
+
+    def blocks(self, left=None, right=None) -> QueryBlocks:
+        """Which blocks of queries a tile visits; the sides of the window are those that the config says there are."""
+        if (left is not None, right is not None) != (self.left, self.right):
+            raise ValueError(f"window ({left}, {right}) for {self}")
+        return QueryBlocks(self.tile_m, self.tile_n, self.causal, left, right)
+
+    def lengths_obstacle(self, seqlen_q: int, seqlen_k: int) -> str | None:
+        """Why the kernel cannot run with such lengths, or None."""
+        if self.first_stores and self.causal and seqlen_q > seqlen_k:
+            return (
+                f"first_stores with {seqlen_q} causal queries of {seqlen_k} keys: no tile visits the first ones; "
+                "supported are up to as many queries as keys"
+            )
+        return None
+
+    @property
+    def varlen(self) -> bool:
+        """Lengths of sequences are known on the GPU only."""
+        return self.ragged_q or self.ragged_k
+
+    @property
+    def ragged_q(self) -> bool:
+        """Behind the last query of a sequence come rows that are not its own, and may hold anything."""
+        return self.cu_q or self.used_q
+
+    @property
+    def ragged_k(self) -> bool:
+        """The same of keys and values."""
+        return self.cu_k or self.used_k
+
+    @property
+    def least_heads(self) -> int:
+        """Heads of a section of a sequence, if it has so many: those of different lengths fill each other's gaps."""
+        return UNEVEN_SECTION_HEADS if self.causal or self.ordered else 1
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """Numbers that the launch takes, in order.
+
+        ``scale`` is the factor of a score, ``cap_scale`` that within the cap, ``workers`` the CTAs to launch at most.
+        """
+        given = {
+            "cap": self.softcap,
+            "cap_scale": self.softcap,
+            "left": self.left,
+            "right": self.right,
+            "workers": self.handed_out,
+        }
+        return ("scale", *(name for name, present in given.items() if present))
+
+    @property
+    def turns(self) -> bool:
+        """Whether tiles that add to dQ wait for others."""
+        return self.ordered or self.first_stores or self.converts
+
+    @property
+    def optional_tensors(self) -> tuple[str, ...]:
+        """Tensors that the launch takes after dk and dv, in order."""
+        given = {
+            "alibi_slopes": self.alibi,
+            "turns": self.turns,
+            "next_tile": self.handed_out,
+            "dq_out": self.converts,
+            "cu_seqlens_q": self.cu_q,
+            "cu_seqlens_k": self.cu_k,
+            "seqused_q": self.used_q,
+            "seqused_k": self.used_k,
+        }
+        return tuple(name for name, present in given.items() if present)
+
+    @property
+    def box_bytes(self) -> int:
+        """Bytes of a warpgroup's box of dQ."""
+        return FLOAT_BYTES * self.dq_floats
+
+    @property
+    def statistics_bytes(self) -> int:
+        """Bytes of LSE, or of D, of a step's queries."""
+        return FLOAT_BYTES * self.tile_m
+
+    @property
+    def fits(self) -> bool:
+        """Whether one CTA's shared memory holds the kernel."""
+        return self.graph.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT
+
+
 @dataclass(frozen=True)
-class BackwardConfig:
+class BackwardConfig(BackwardFacts):
     """Compile-time facts of one Hopper backward kernel; ints and bools only, and it is the cache key.
 
     Attributes:
@@ -111,80 +200,20 @@ class BackwardConfig:
                 f"{MMA_ROWS} keys leave through {self.box_bytes} bytes of dq"
             )
 
-    def lengths_obstacle(self, seqlen_q: int, seqlen_k: int) -> str | None:
-        """Why the kernel cannot run with such lengths, or None."""
-        if self.first_stores and self.causal and seqlen_q > seqlen_k:
-            return (
-                f"first_stores with {seqlen_q} causal queries of {seqlen_k} keys: no tile visits the first ones; "
-                "supported are up to as many queries as keys"
-            )
-        return None
-
     @property
     def tile_n(self) -> int:
         """Keys per tile."""
         return TILE_N
 
-    def blocks(self, left=None, right=None) -> QueryBlocks:
-        """Which blocks of queries a tile visits; the sides of the window are those that the config says there are."""
-        if (left is not None, right is not None) != (self.left, self.right):
-            raise ValueError(f"window ({left}, {right}) for {self}")
-        return QueryBlocks(self.tile_m, TILE_N, self.causal, left, right)
+    @property
+    def ds_stages(self) -> int:
+        """Stages of dS: one step's is read while the next one's is written."""
+        return STAGES
 
     @property
-    def varlen(self) -> bool:
-        """Lengths of sequences are known on the GPU only."""
-        return self.ragged_q or self.ragged_k
-
-    @property
-    def ragged_q(self) -> bool:
-        """Behind the last query of a sequence come rows that are not its own, and may hold anything."""
-        return self.cu_q or self.used_q
-
-    @property
-    def ragged_k(self) -> bool:
-        """The same of keys and values."""
-        return self.cu_k or self.used_k
-
-    @property
-    def least_heads(self) -> int:
-        """Heads of a section of a sequence, if it has so many: those of different lengths fill each other's gaps."""
-        return UNEVEN_SECTION_HEADS if self.causal or self.ordered else 1
-
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        """Numbers that the launch takes, in order.
-
-        ``scale`` is the factor of a score, ``cap_scale`` that within the cap, ``workers`` the CTAs to launch at most.
-        """
-        given = {
-            "cap": self.softcap,
-            "cap_scale": self.softcap,
-            "left": self.left,
-            "right": self.right,
-            "workers": self.handed_out,
-        }
-        return ("scale", *(name for name, present in given.items() if present))
-
-    @property
-    def turns(self) -> bool:
-        """Whether tiles that add to dQ wait for others."""
-        return self.ordered or self.first_stores or self.converts
-
-    @property
-    def optional_tensors(self) -> tuple[str, ...]:
-        """Tensors that the launch takes after dk and dv, in order."""
-        given = {
-            "alibi_slopes": self.alibi,
-            "turns": self.turns,
-            "next_tile": self.handed_out,
-            "dq_out": self.converts,
-            "cu_seqlens_q": self.cu_q,
-            "cu_seqlens_k": self.cu_k,
-            "seqused_q": self.used_q,
-            "seqused_k": self.used_k,
-        }
-        return tuple(name for name, present in given.items() if present)
+    def ctas(self) -> int:
+        """CTAs that work on one tile."""
+        return 1
 
     @property
     def splits_queries(self) -> bool:
@@ -204,24 +233,9 @@ class BackwardConfig:
         return self.tile_m * self.tile_d // MMA_WARPGROUPS
 
     @property
-    def box_bytes(self) -> int:
-        """Bytes of that."""
-        return FLOAT_BYTES * self.dq_floats
-
-    @property
     def tile_readers(self) -> int:
         """Warps that are told which tile comes next, where tiles are handed out."""
         return sum(self.graph.role(name).active_warps for name in ("reduce", "mma"))
-
-    @property
-    def statistics_bytes(self) -> int:
-        """Bytes of LSE, or of D, of a step's queries."""
-        return FLOAT_BYTES * self.tile_m
-
-    @property
-    def fits(self) -> bool:
-        """Whether one CTA's shared memory holds the kernel."""
-        return self.graph.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT
 
     @property
     def graph(self) -> PipelineGraph:
@@ -297,7 +311,7 @@ def can_implement(problem) -> str | None:
             return f"gradients with {name} are not built yet; {instead}"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size > MAX_HEAD_DIM:
-            return f"gradients with {name} {size} are not built yet; supported are up to {MAX_HEAD_DIM}"
+            return f"takes {name} up to {MAX_HEAD_DIM}, not {size}"
     return None
 
 

@@ -17,7 +17,7 @@ from flash4.common.geometry import choose, imin
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.numerics import LOG2E
 from flash4.common.tma_views import WRAP
-from flash4.sm90.bwd_config import STAGES, TILE_N, BackwardConfig
+from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, BackwardConfig
 from flash4.sm90.fwd_config import MMA_ROWS
 from flash4.sm90.fwd_ops import Operand, element, issue_mma, rows_of, tma_load
 
@@ -103,15 +103,19 @@ def add_to_count(address, amount):
     )
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """Where both MMA warpgroups meet, or tell each other how far they are with the dS of a number."""
-
-    warpgroup: Int32
+class Meeting:
+    """Where both MMA warpgroups meet."""
 
     def sync(self):
         """Wait for the other warpgroup."""
         cute.arch.barrier(barrier_id=BARRIER_EXCHANGE, number_of_threads=EXCHANGE_THREADS)
+
+
+@dataclass(frozen=True)
+class Exchange(Meeting):
+    """The same, and how they tell each other how far they are with the dS of a number."""
+
+    warpgroup: Int32
 
     def open(self):
         """Say that the stage of the other's first dS is empty."""
@@ -197,14 +201,14 @@ class LoadOps:
         """Fill the K slot with the tile's keys; rows past the sequence become zero."""
         c = self.config
         mK = self._keys("k", tile)
-        gK = cute.local_tile(mK, (TILE_N, c.tile_d), (tile.n_block, 0))
+        gK = cute.local_tile(mK, (c.tile_n, c.tile_d), (tile.n_block, 0))
         tma_load(self.k.atom, gK, self.sK, slot)
 
     def load_v(self, tile, slot):
         """Fill the V slot with the tile's values."""
         c = self.config
         mV = self._keys("v", tile)
-        gV = cute.local_tile(mV, (TILE_N, c.tile_dv), (tile.n_block, 0))
+        gV = cute.local_tile(mV, (c.tile_n, c.tile_dv), (tile.n_block, 0))
         tma_load(self.v.atom, gV, self.sV, slot)
 
     def load_q(self, tile, i, slot):
@@ -257,13 +261,13 @@ def ragged_rows(tensor, head, begin, rows):
 
 def store_rows(operand: Operand, tile, warpgroup, sX):
     """Store a warpgroup's 64 keys of dK or dV by TMA; rows past the sequence are clipped."""
-    store_tile(operand, operand.tensor[None, None, tile.head_kv, tile.batch], tile, warpgroup, sX)
+    mX = operand.tensor[None, None, tile.head_kv, tile.batch]
+    store_tile(operand, mX, tile.n_block * MMA_WARPGROUPS + warpgroup, sX)
 
 
-def store_tile(operand: Operand, mX, tile, warpgroup, sX):
-    """The same, of keys of one head (S, D)."""
-    at = (tile.n_block * (TILE_N // MMA_ROWS) + warpgroup, 0)
-    gX = cute.local_tile(mX, (MMA_ROWS, cute.size(sX, mode=[1])), at)
+def store_tile(operand: Operand, mX, block, sX):
+    """The same, of a block of 64 keys of one head (S, D)."""
+    gX = cute.local_tile(mX, (MMA_ROWS, cute.size(sX, mode=[1])), (block, 0))
     tXsX, tXgX = cpasync.tma_partition(
         operand.atom,
         0,
@@ -307,7 +311,8 @@ class ReduceOps:
     def wait_turn(self, tile, i):
         """Wait until all tiles whose turn comes first have added theirs, or the first has stored its."""
         if self.config.ordered or self.config.first_stores:
-            before = self.tiles.rank(tile, i) if self.config.ordered else imin(tile.n_block, 1)
+            first = imin(tile.n_block, 1)
+            before = self.rank_of_addition(tile, i) if self.config.ordered else first
             wait_for_count(self._turn(tile, i), before)
             cute.arch.fence_proxy("async.global")  # the copy engine comes after this thread
 
@@ -317,7 +322,7 @@ class ReduceOps:
         Where only ``convert`` waits for it, what is counted is the addition before this one, which is done by now.
         """
         if self.config.ordered:
-            counts = choose(self.tiles.rank(tile, i) >= 0, 1, 0)  # others have no turn
+            counts = choose(self.rank_of_addition(tile, i) >= 0, 1, 0)  # others have no turn
             self._count(tile, i, 0, counts)
         elif self.config.turns:
             self._let_go(tile, i)
@@ -343,6 +348,10 @@ class ReduceOps:
         cute.arch.fence_proxy("async.global")
         add_to_count(self._turn(tile, i), amount)
 
+    def rank_of_addition(self, tile, i):
+        """How many additions come before this one; negative for one that is not asked."""
+        return self.tiles.rank(tile, i)
+
     def _turn(self, tile, i):
         (block, head), where = self.tiles.place(tile, i), self.tiles.where(tile)
         turns = self.mTurns[where.entry_q, head, where.slot_q + block, None]
@@ -350,10 +359,14 @@ class ReduceOps:
 
     def add_dq(self, tile, i):
         """Accumulator += box, for the queries of step ``i``; the first tile may store it."""
+        self.add_to_sums(tile, i, self.warpgroup * self.config.dq_floats)
+
+    def add_to_sums(self, tile, i, first):
+        """Add the box to the sums of step ``i`` from number ``first`` on, or store it there."""
         floats, (block, head) = self.config.dq_floats, self.tiles.place(tile, i)
         where = self.tiles.where(tile)
         sums = self.mDQ[where.entry_q, head, where.slot_q + block, None]
-        target = sums.iterator + self.warpgroup * floats
+        target = sums.iterator + first
         if self.config.first_stores:
             puts = choose(tile.n_block == 0, 1, 0)
             put_or_add_floats(target, self.sDQ.iterator, 4 * floats, puts)
@@ -396,7 +409,7 @@ class MmaOps:
     tDPrDO: cute.Tensor  # (MMA, MMA_M, MMA_DV, stages)
     tDVrDO: cute.Tensor  # (MMA, MMA_DV, MMA_M, stages): dO^T, the same memory
     tDKrQ: cute.Tensor  # (MMA, MMA_D, MMA_M, stages): Q^T, the same memory
-    tDQrK: cute.Tensor  # K^T, the same memory; operand B, or A if swapped
+    tDQrK: object  # K^T, the same memory; operand B, or A if swapped
     tDQrDS: cute.Tensor  # dS, (.., stages); operand A, or B if swapped
     tDVrP: cute.Tensor  # ((2, 2, 2), 1, tile_m / 16), 16 bit
     tDKrDS: cute.Tensor  # as tDVrP
@@ -460,7 +473,7 @@ class MmaOps:
         """Issue this warpgroup's part of dQ = dS K, or of its transpose, into a fresh accumulator."""
         c = self.config
         dQ = cute.make_rmem_tensor(((2, 2, c.dq_floats // WARPGROUP // 4), 1, 1), Float32)
-        tDQrDS = self.tDQrDS[None, None, None, i % STAGES]
+        tDQrDS = self.tDQrDS[None, None, None, i % self.config.ds_stages]
         tDQrK = self.tDQrK[None, None, None, 0]
         a, b = (tDQrK, tDQrDS) if c.swap_dq else (tDQrDS, tDQrK)
         issue_mma(self.mma_dq, dQ, a, b, False)
@@ -522,7 +535,7 @@ class MmaOps:
         tiles, (block, head) = self.tiles, self.tiles.place(tile, i)
         lengths = tiles.lengths(tile)
         first_query = block * self.config.tile_m + 2 * (self.thread % 4)
-        keys = [tile.n_block * TILE_N + self._key_row(r) for r in range(2)]
+        keys = [tile.n_block * self.config.tile_n + self._key_row(r) for r in range(2)]
         slope_log2 = None
         if self.config.alibi:
             slope_log2 = self.mSlopes[tiles.where(tile).batch, head] * LOG2E
@@ -546,7 +559,11 @@ class MmaOps:
 
     def _key_row(self, r):
         """Row in the tile of this thread's row ``r``."""
-        return self.warpgroup * MMA_ROWS + self.thread // 32 * 16 + self.thread % 32 // 4 + 8 * r
+        return self.key_group() * MMA_ROWS + self.thread // 32 * 16 + self.thread % 32 // 4 + 8 * r
+
+    def key_group(self):
+        """Which 64 keys of the tile are this warpgroup's."""
+        return self.warpgroup
 
     def ds(self, i, s, dp, do_slot, delta=None):
         """dS^T = P^T (dP^T - D), times the slope of the cap, rounded as the operand of dK and, transposed, into the shared memory of step ``i``."""
@@ -558,7 +575,7 @@ class MmaOps:
         dS = cute.make_tensor(self.tDKrDS.iterator, dp.layout)
         dS.store(dp.load().to(element(c)))
         r2s = self._store_copy(self.mma_s, transposed=True)
-        target = r2s.partition_D(self.sDS)[None, None, None, i % STAGES]
+        target = r2s.partition_D(self.sDS)[None, None, None, i % self.config.ds_stages]
         cute.copy(r2s, r2s.retile(dS), target)
         cute.arch.fence_proxy("async.shared", space="cta")
 
@@ -570,12 +587,21 @@ class MmaOps:
 
     def put_dq(self, dq):
         """Registers -> box, four numbers of a thread at a time: the order of the accumulator in global memory."""
-        groups = cute.size(dq) // 4
-        box = cute.make_tensor(
-            self.sDQ.iterator + 4 * self.thread,
-            cute.make_layout((4, groups), stride=(1, 4 * WARPGROUP)),
+        self.put_floats(dq, self.sDQ)
+
+    def put_floats(self, acc, sX):
+        """An accumulator -> its box in shared memory."""
+        mine, box = self.in_box(acc, sX)
+        cute.autovec_copy(mine, box)
+
+    def in_box(self, acc, sX):
+        """An accumulator, and where its box has this thread's numbers, both as (4, groups)."""
+        shape = (4, cute.size(acc) // 4)
+        box = cute.make_layout(shape, stride=(1, 4 * WARPGROUP))
+        return (
+            cute.make_tensor(acc.iterator, cute.make_layout(shape)),
+            cute.make_tensor(sX.iterator + 4 * self.thread, box),
         )
-        cute.autovec_copy(cute.make_tensor(dq.iterator, cute.make_layout((4, groups))), box)
 
     @cute.jit
     def store(self, tile):
@@ -613,7 +639,8 @@ class MmaOps:
             mX = cute.domain_offset((rows - where.stored_k, 0), mX)
         else:
             mX = operand.tensor[None, None, tile.head_kv, where.entry_k]
-        store_tile(operand, mX, tile, self.warpgroup, sX)
+        block = tile.n_block * (self.config.tile_n // MMA_ROWS) + self.key_group()
+        store_tile(operand, mX, block, sX)
 
     def wait_store(self):
         """Wait until this warp's stores have read their shared memory."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import flash4
-from flash4.sm90 import bwd_config
+from flash4.dispatch import gradient_obstacle
 from tests.checks import assert_gradients_close
 from tests.strategies import Problem
 
@@ -140,4 +140,4 @@ def is_built(problem: Problem) -> bool:
 
     shapes = problem.shapes
     options = options_of(*shapes, **problem.keywords("meta"))
-    return bwd_config.can_implement(AttentionProblem.of_call(*shapes, options)) is None
+    return gradient_obstacle(AttentionProblem.of_call(*shapes, options)) is None

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import flash4
 from flash4 import interface, launch, ops
 from tests.checks import assert_gradients_close
-from tests.host.test_backward_ops import Inputs, stand_in
+from tests.host.test_backward_ops import NARROW, WIDE, Inputs, stand_in
 from tests.host.test_dispatch import stand_in_gpu
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -64,17 +64,18 @@ def test_the_second_call_takes_the_short_way_to_the_same_result(name, wants_lse)
     assert facts[0] == facts[1] == facts[2]
 
 
+@pytest.mark.parametrize(("dims", "kernel"), [((40, 24), NARROW), ((192, 128), WIDE)])
 @pytest.mark.parametrize("name", FEATURES)
-def test_gradients_of_the_second_call(name):
+def test_gradients_of_the_second_call(name, dims, kernel):
     """Those of sinks go the long way, after a short one of the forward."""
-    x, keywords = Inputs.draw(), FEATURES[name]
+    x, keywords = Inputs.draw(dims=dims), FEATURES[name]
     with stand_in() as launched:
         found = []
         for _ in range(3):
             out = flash4.flash_attn_func(*x.three, **keywords)
             found.append(torch.autograd.grad(out, x.three, x.dout))
-    kinds = {kernel: launched.count(kernel) for kernel in launched}
-    assert len(kinds) >= 2 and set(kinds.values()) == {3}, kinds
+    kinds = {kind: launched.count(kind) for kind in launched}
+    assert kinds[kernel] == 3 and len(kinds) >= 2 and set(kinds.values()) == {3}, kinds
     for gradients in found:
         assert_gradients_close(gradients, x.three, x.dout, **keywords)
         for a, b in zip(gradients, found[0], strict=True):
@@ -446,17 +447,17 @@ def test_changes_in_place_are_noticed():
 
 
 def test_gradients_that_are_not_built_are_refused_every_time():
-    q = draw(2, 70, 2, 192).requires_grad_()
+    q, used = draw(2, 70, 2, 192).requires_grad_(), torch.tensor([70, 30], dtype=torch.int32)
     slopes = torch.zeros(2, 2, requires_grad=True)
     x = draw(2, 70, 2, 64)
     with stand_in_gpu(run=lambda launch: None):
         with torch.no_grad():
             for _ in range(2):
-                flash4.flash_attn_func(q, q, q)
+                flash4.flash_attn_varlen_func(q, q, q, seqused_k=used)
                 flash4.flash_attn_func(x, x, x, alibi_slopes=slopes)
         for _ in range(2):
-            with pytest.raises(NotImplementedError, match="no_grad"):
-                flash4.flash_attn_func(q, q, q)
+            with pytest.raises(NotImplementedError, match="different lengths.*no_grad"):
+                flash4.flash_attn_varlen_func(q, q, q, seqused_k=used)
             with pytest.raises(NotImplementedError, match="alibi_slopes"):
                 flash4.flash_attn_func(x, x, x, alibi_slopes=slopes)
 
