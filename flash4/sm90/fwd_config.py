@@ -371,7 +371,7 @@ class ForwardConfig:
         dims = (self.tile_d, self.tile_dv)
         if 224 in dims and self.mma_warpgroups == 2 and not self.varlen:
             return SEVEN_BOXES
-        much_to_load = self.varlen or max(dims) > 128
+        much_to_load = self.varlen or (max(dims) > 128 and self.handed_out)
         return (MORE_TO_LOAD if much_to_load else REGISTERS)[self.mma_warpgroups]
 
     @property
