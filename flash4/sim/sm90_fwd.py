@@ -16,6 +16,8 @@ from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import (
     LN2,
     LOG2E,
+    NEAR_LOWEST,
+    NEAR_OUTER,
     TANH_MIDDLE,
     TANH_MIDDLE_END,
     TANH_NEAR,
@@ -79,6 +81,13 @@ def cap_scores(s: np.ndarray, inner: np.float32, outer: np.float32, ways: int = 
     return np.where(is_near, x * near, np.where(is_middle, x * middle, np.tanh(x))) * outer
 
 
+def near_scores(s: np.ndarray, inner: np.float32, outer: np.float32) -> np.ndarray:
+    """Return the near polynomial of ``cap_scores`` of all scores, however large."""
+    square = s * s
+    c0, c1, c2 = (np.float32(c) * outer * inner ** np.float32(2 * i + 1) for i, c in enumerate(TANH_NEAR))
+    return s * ((c2 * square + c1) * square + c0)
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of the kernel: tensors as in ``simulate_forward``, and what is derived from them."""
@@ -113,6 +122,12 @@ class Call:
     def changed_scale(self) -> np.float32:
         """Factor of a score, or of the tanh that caps it, in the units of changed scores."""
         return np.float32(self.options.softcap or self.scale) * self.unit
+
+    @property
+    def trusts_near(self) -> bool:
+        """Whether blocks take the near polynomial unasked."""
+        usual = usual_factors(self.scale, self.changed_scale)
+        return bool(usual and self.changed_scale >= NEAR_OUTER)
 
     @property
     def scale_log2(self) -> np.float32:
@@ -271,6 +286,8 @@ class MmaOps:
 
     def phases(self, tile):
         """Blocks after this warpgroup's first, which is always masked; see ``ForwardConfig.phases``."""
+        if self._config.near_first:
+            tile = replace(tile, again=max(tile.again, int(not self._call.trusts_near)))
         if self._config.foresees:
             again = max(tile.again, self.worker_tiles.after_outgrown(tile, self._group))
             tile = replace(tile, again=again)
@@ -282,6 +299,7 @@ class MmaOps:
         self._o = Fragment(self._machine, f"O of {self._name}", shape, 0.0)
         self._shift = np.full(MMA_ROWS, -np.inf, np.float32)
         self._limit, self._total = np.zeros((2, MMA_ROWS), np.float32)
+        self._peak = np.zeros((MMA_ROWS, 4), np.float32)
 
     def qk(self, q_slot, k_slot):
         """Issue S = Q K^T into a fresh accumulator."""
@@ -313,6 +331,9 @@ class MmaOps:
         blocks, lengths = self._call.tiles.blocks, self._call.tiles.lengths(tile)
         keys = (tile.first_block + n_block) * c.tile_n + np.arange(c.tile_n)
         shifted = phase.fixed and not phase.masked and c.changes_scores
+        if shifted and c.near_first:
+            self._near_block(s)
+            return
         if c.changes_scores:
             self._change(
                 tile, keys, s, phase.masked, self._shift if shifted else np.zeros_like(self._shift)
@@ -341,6 +362,35 @@ class MmaOps:
         shift = finite if phase.masked or c.may_hide_any else self._shift
         s[:] = np.exp2(s if shifted else s * scale - shift[:, None])
         self._total = self._total * self._correction + s.sum(1)
+
+    def _near_block(self, s):
+        """P by the near polynomial, and once more, warp by warp, where a thread's sum of it is large."""
+        call, shift = self._call, self._shift[:, None]
+        p = np.exp2(near_scores(s, call.scale, call.changed_scale) - shift)
+        sums = p.reshape(len(p), -1, 4, 2).sum((1, 3))  # of the four threads of each row
+        if self._config.cap_way % 10 == 1:
+            large = (sums > self._near_limit[:, None]).any(1)
+            large = np.repeat(large.reshape(-1, WARP_ROWS).any(1), WARP_ROWS)
+            exact = np.exp2(np.tanh(s * call.scale) * call.changed_scale - shift)
+            p = np.where(large[:, None], exact, p)
+        self._peak = np.maximum(self._peak, sums)
+        s[:] = p
+        self._correction = np.ones(len(p), np.float32)
+        self._total = self._total + p.sum(1)
+
+    @property
+    def _near_limit(self):
+        return np.exp2(np.float32(np.tanh(TANH_NEAR_END)) * self._call.changed_scale - self._shift)
+
+    def _near_is_right(self, tile):
+        """Rows without a score too large for the near polynomial, and in which those too small do not count."""
+        blocks = tile.n_blocks - 1 - self.unseen_blocks(tile)
+        lowest = np.float32(NEAR_LOWEST[0]) - np.float32(NEAR_LOWEST[1]) * self._call.changed_scale
+        mean = self._shift + np.log2(self._total) - np.log2(np.float32(blocks * self._config.tile_n))
+        right = (mean >= lowest) | (self._total == 0)
+        if self._config.cap_way % 10 == 2:
+            right &= (self._peak <= self._near_limit[:, None]).all(1)
+        return right
 
     def _change(self, tile, keys, s, masked, shift):
         """S = scale S, or its cap, minus ALiBi's slope |p - j| and a shift; see ``changed_scale`` for units."""
@@ -416,8 +466,11 @@ class MmaOps:
     def _mark(self, tile, exists):
         """Have a tile worked on again that has a row which cannot be trusted."""
         c, trusted = self._config, self._total[exists] <= 2.0**TRUSTED_LOG2
+        if c.near_first:
+            trusted &= self._near_is_right(tile)[exists]
         wave = self.worker_tiles.wave(tile) if c.foresees else 0
-        looked = tile.again > 0 or c.foresees and self.worker_tiles.noted(self._group) >= wave
+        looked = tile.again > 0 or c.near_first and not self._call.trusts_near
+        looked = looked or c.foresees and self.worker_tiles.noted(self._group) >= wave
         if not looked and not trusted.all():
             self.worker_tiles.mark(tile, 1)
             self._note_outgrown(tile)

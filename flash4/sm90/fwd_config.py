@@ -106,6 +106,8 @@ class ForwardConfig:
     used_k: bool = False
     counts: bool = False
     cluster: int = 1
+    cap_way: int = 0
+    mask_way: int = 0
 
     def __post_init__(self):
         if self.tile_m % MMA_ROWS or not 1 <= self.tile_warpgroups <= 4 * self.cluster:
@@ -192,6 +194,11 @@ class ForwardConfig:
         if self.alibi and not self.fixed_shift:
             return 1
         return 2 if masked or self.mma_warpgroups > 2 and not self.fixed_shift else 3
+
+    @property
+    def near_first(self) -> bool:
+        """Blocks with a fixed shift and no mask take the near polynomial unasked, and are judged by their sums."""
+        return self.softcap and self.fixed_shift and not self.alibi and self.cap_way % 10 in (1, 2)
 
     @property
     def may_hide_any(self) -> bool:

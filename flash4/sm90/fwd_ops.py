@@ -207,11 +207,18 @@ class RowState:
     limit: cute.Tensor  # raw score above which the shift must move
     total: cute.Tensor  # l: this thread's share of the row sum of P
     correction: cute.Tensor  # factor for O since its last rescale
+    near_top: object = None  # largest capped score that the near polynomial is for
+    near_limit: object = None  # P of that
+    peak: object = None
 
 
-def make_row_state():
+def make_row_state(cap=None):
     """Allocate a row state."""
-    return RowState(*(cute.make_rmem_tensor(2, Float32) for _ in range(4)))
+    tensors = [cute.make_rmem_tensor(2, Float32) for _ in range(4)]
+    if cap is None:
+        return RowState(*tensors)
+    limit, peak = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+    return RowState(*tensors, cap.near_top, limit, peak)
 
 
 def move_shift(state, r, row_max, scales_log2, growth_log2):
@@ -227,6 +234,8 @@ def move_shift(state, r, row_max, scales_log2, growth_log2):
     finite = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
     state.shift_log2[r] = new
     state.limit[r] = (new + growth_log2) * inv_scale_log2
+    if state.near_top is not None:
+        state.near_limit[r] = cute.math.exp2(state.near_top - new, fastmath=True)
     state.correction[r] = cute.math.exp2(old - finite, fastmath=True)
     state.total[r] = state.total[r] * state.correction[r]
 
@@ -316,6 +325,27 @@ def cap_scores(S: cute.Tensor, cap, addends, ways: cutlass.Constexpr):
         replace_scores(S, cap.of_near, addends)
 
 
+def replace_by_squares(S, squares, cap, addends):
+    """S = the near polynomial of S, whose squares are given."""
+    columns = len(squares) // 2
+    for r in range(2):
+        for j in range(columns):
+            S[r, j] = cap.of_near_square(S[r, j], squares[r * columns + j], addends[r].at(j))
+
+
+@cute.jit
+def cap_by_squares(S: cute.Tensor, cap, addends):
+    """As ``cap_scores``, with a vote on the squares, which the near polynomial needs anyway."""
+    scores = row_values(S, 0) + row_values(S, 1)
+    squares = [s * s for s in scores]
+    end = cap.near_end * cap.near_end
+    bits = cutlass.select_(cap.near_end < 0.0, Int32(-1), numerics.float_bits(end))
+    if cute.arch.vote_any_sync(numerics.max_bits(squares) > bits):
+        replace_scores(S, cap.of_any, addends)
+    else:
+        replace_by_squares(S, squares, cap, addends)
+
+
 @cute.jit
 def cap_large_scores(S: cute.Tensor, cap, addends, used):
     """As ``cap_scores``, of the two ways for scores that are not near zero; ``used`` is what decides."""
@@ -348,6 +378,7 @@ class MmaOps:
     tiles: object  # TileSchedule, or ToldTiles
     worker_tiles: object  # Tiles, or ToldTiles
     cap: object  # numerics.Cap, or None
+    near_factors: object
     scale: Float32  # factor of a score without a cap, signed; in log2 units unless the config is natural
     scale_log2: Float32  # factor of what softmax takes
     inv_scale_log2: Float32
@@ -378,6 +409,8 @@ class MmaOps:
 
     def phases(self, tile):
         """Blocks after this warpgroup's first, which is always masked; see ``ForwardConfig.phases``."""
+        if self.config.near_first:
+            tile = replace(tile, again=imax(tile.again, cutlass.select_(self.cap.trusts_near, Int32(0), Int32(1))))
         if self.config.foresees:  # asked before any of the warpgroup notes anything about this tile
             guess = self.worker_tiles.after_outgrown(tile, self.local_warpgroup)
             tile = replace(tile, again=imax(tile.again, guess))
@@ -393,6 +426,8 @@ class MmaOps:
         self.tOrO.fill(0.0)
         self.state.shift_log2.fill(-Float32.inf)
         self.state.total.fill(0.0)
+        if self.config.near_first:
+            self.state.peak.fill(0.0)
         if self.config.alibi:
             place = self.tiles.place(tile)
             for r in range(2):
@@ -454,12 +489,24 @@ class MmaOps:
                 end - first_column - 2 * (self.thread % 4)
             )  # columns of this thread: 8 j + {0, 1}
             hidden = blocks.key_begin(query, *lengths) - first_column - 2 * (self.thread % 4)
+            if c.mask_way and c.tile_n <= 128:
+                bits = numerics.low_bits(self._columns_before(visible))
+                if c.left:
+                    bits = bits & ~numerics.low_bits(self._columns_before(hidden))
+                for j in range(c.tile_n // 4):
+                    S[r, j] = cutlass.select_((bits & (1 << j)) != 0, S[r, j], -Float32.inf)
+                continue
             for j in range(c.tile_n // 4):
                 column = Int32(8 * (j // 2) + j % 2)
                 seen = column < visible
                 if c.left:
                     seen = seen & (column >= hidden)
                 S[r, j] = cutlass.select_(seen, S[r, j], -Float32.inf)
+
+    def _columns_before(self, end):
+        """How many of this thread's columns, 8 j + {0, 1}, lie before ``end``."""
+        count = 2 * (end >> 3) + imin(end & 7, 2)
+        return imax(imin(count, self.config.tile_n // 4), 0)
 
     def _prepare(self, tile, n_block, S, masked):
         """Negate for a negative scale, or change scores, then mask."""
@@ -499,6 +546,10 @@ class MmaOps:
         """S = scale S, or its cap, plus the addends; in log2 units unless the config is natural."""
         if not self.config.softcap:
             replace_scores(S, lambda s, addend: s * self.scale + addend, addends)
+        elif self.config.cap_way == 4 and not masked:
+            replace_scores(S, self.cap.of_hardware, addends)
+        elif self.config.cap_way == 3 and not masked:
+            cap_by_squares(S, self.cap, addends)
         elif self.config.ways_to_cap(masked) == 1:
             replace_scores(S, self.cap.of_any, addends)
         else:
@@ -540,6 +591,9 @@ class MmaOps:
         """Move the shift if it must and may; P = exp2(scale_log2 S - shift), l += rowsum P."""
         S, c, shifts = rows_of(s), self.config, self.state.shift_log2
         if phase.fixed and not phase.masked and c.changes_scores:  # with the shift, which is known
+            if c.near_first:
+                self._near_block(S)
+                return
             self._change(S, self._addends(tile, n_block, False, (shifts[0], shifts[1])), False)
             self._exponentials(S, False, shifted=True)
             return
@@ -548,6 +602,50 @@ class MmaOps:
             self.state.correction.fill(1.0)
             self._move_outgrown(tile, S, phase.unfixed)
         self._exponentials(S, phase.masked)
+
+    @cute.jit
+    def _near_block(self, S: cute.Tensor):
+        """P in place of S by the near polynomial, and its row sums; where those are large, the block is done again."""
+        c, state, size = self.config, self.state, cute.size(S)
+        P = rows_of(cute.make_rmem_tensor(size, Float32))
+        sums = cute.make_rmem_tensor(2, Float32)
+        self._exp2_of(S, P, sums, self._near_function(), c.settle)
+        if cutlass.const_expr(c.cap_way % 10 == 1):
+            large = (sums[0] > state.near_limit[0]) | (sums[1] > state.near_limit[1])
+            if cute.arch.vote_any_sync(large):
+                self._exp2_of(S, P, sums, self.cap.of_any, 0)
+        for r in cutlass.range_constexpr(2):
+            if cutlass.const_expr(c.cap_way % 10 == 2):
+                state.peak[r] = cute.arch.fmax(state.peak[r], sums[r])
+            state.total[r] = state.total[r] + sums[r]
+            for j in cutlass.range_constexpr(size // 2):
+                S[r, j] = P[r, j]
+
+    def _near_function(self):
+        if self.near_factors is None:
+            return self.cap.of_near
+        k, a, b = self.near_factors
+
+        def function(s, addend):
+            t = s * k
+            w = t * t + a
+            return t * (w * w + b) + addend
+
+        return function
+
+    def _exp2_of(self, S, P, sums, function, settle):
+        """P = exp2(function(S) - shift) and its row sums."""
+        columns = self.config.tile_n // 4
+        settle_at = 2 * columns * settle // 64
+        for r in range(2):
+            chains, addend = [None] * 4, -self.state.shift_log2[r]
+            for j in range(columns):
+                p = cute.math.exp2(function(S[r, j], addend), fastmath=True)
+                P[r, j] = p
+                chains[j % 4] = p if chains[j % 4] is None else chains[j % 4] + p
+                if settle_at and r * columns + j + 1 == settle_at:
+                    numerics.settle(sum_of(chains) if r == 0 else sums[0] + sum_of(chains))
+            sums[r] = sum_of(chains)
 
     @cute.jit
     def _move_outgrown(self, tile, S: cute.Tensor, unfixed: cutlass.Constexpr):
@@ -560,6 +658,8 @@ class MmaOps:
     def _is_unlooked(self, tile):
         """Whether the shift of a tile that is through was fixed; where another warp has marked it, False will do too."""
         unlooked = tile.again == 0
+        if self.config.near_first:
+            unlooked = unlooked & self.cap.trusts_near
         if self.config.foresees:
             noted = self.worker_tiles.noted(self.local_warpgroup)
             unlooked = unlooked & (noted < self.worker_tiles.schedule.wave(tile.index))
@@ -660,11 +760,25 @@ class MmaOps:
                 mLSE[place.batch_q, head, place.row_q + query] = lse
             if cutlass.const_expr(c.fixed_shift):
                 judged = exists & (not unused) if cutlass.const_expr(c.varlen) else exists
-                if judged & (not (total <= 2.0**TRUSTED_LOG2)) & self._is_unlooked(tile):
+                trusted = total <= 2.0**TRUSTED_LOG2
+                if cutlass.const_expr(c.near_first):
+                    trusted = trusted & (empty | self._near_is_right(tile, r, total))
+                if judged & (not trusted) & self._is_unlooked(tile):
                     self.worker_tiles.mark(tile, 1)
                     self._note_outgrown(tile)
                 elif judged & (not finite) & (tile.again < PASSES):
                     self.worker_tiles.mark(tile, PASSES)
+
+    def _near_is_right(self, tile, r, total):
+        """Whether no score was too large for the near polynomial, and those that were too small do not count."""
+        state = self.state
+        mean = state.shift_log2[r] + cute.math.log2(total, fastmath=True)
+        blocks = tile.n_blocks - 1 - self.unseen_blocks(tile)  # none: log2 gives -inf
+        keys = Float32(blocks * self.config.tile_n)
+        right = mean - cute.math.log2(keys, fastmath=True) >= self.cap.lowest
+        if self.config.cap_way % 10 == 2:
+            right = right & (state.peak[r] <= state.near_limit[r])
+        return right
 
     @cute.jit
     def _store_o(self, tile, place):

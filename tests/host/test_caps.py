@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flash4.common import numerics
@@ -40,6 +40,7 @@ def test_all_ways_agree(used):
     outer=st.floats(-36, 30).map(lambda e: 10.0**e),
 )
 def test_factors_of_any_size(used, inner, outer):
+    assume(used / inner < float(np.finfo(np.float32).max))  # or there is no such score
     x = np.linspace(-used, used, WARP_ROWS * 16).reshape(WARP_ROWS, 16)
     check(x, inner, outer)
 
