@@ -125,7 +125,12 @@ def launch(cell: Cell, candidate: Candidate, q: Any, k: Any, v: Any) -> Any:
     function, section, workers = _launcher(cell, candidate)
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-    function((q, k, v, out, lse), (cell.d**-0.5,), section, workers)
+    tensors = (q, k, v, out, lse)
+    if candidate.config.handed_out:
+        from flash4.ops import reset_counter
+
+        tensors += (reset_counter(q.device),)
+    function(tensors, (cell.d**-0.5,), section, workers)
     return out
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from flash4.common.geometry import KvBlocks, ceil_div
 from flash4.common.kv_tiles import KvGrid, kv_grid_of
-from flash4.common.tiles import Grid, TileSchedule, grid_of, workers_of
+from flash4.common.tiles import Grid, TileSchedule, grid_of, multiprocessors_for, workers_of
 from flash4.passes.bwd_config import FINISH, PREPARE, passes_of
 from flash4.problem import AttentionProblem
 from flash4.sm90 import bwd_config as sm90_bwd
@@ -23,10 +23,14 @@ NEVER_RUN = {(10, 0): "Blackwell"}  # kernels compile and are simulated, but nob
 L2_BYTES = 24 << 20  # of K and V that stay in L2 while a section runs; measured by HBM traffic
 HBM_BYTES, CALL_FLOPS = 4.2e12, 7e14  # of an H200, per second; a rough guess will do
 HBM_WEIGHT = 0.2  # time lost per share of HBM's bandwidth that a call takes: power, above all
-SEQUENCE_SECTION_BYTES = 16 << 20  # of a section where tiles are handed out, which balances any
+SECTION_BYTES = 20 << 20  # of K and V that surely stay there
+CAUSAL_SECTION_BYTES = 26 << 20  # the same of tiles that need less and less of them
+SEQUENCE_SECTION_BYTES = 16 << 20  # of a section where tiles of sequences are handed out
+TIMES_SPREAD = 0.01  # of equal tiles: what would balance by chance alone does not count
 MIN_SECTION = 3  # fewer heads at a time, and too many workers read the same lines of L2
 MAX_TILES = 2**31 - 1  # tile numbers are int32 in the kernel
 MODELLED_TILES = 16_384  # beyond that the last wave does not matter
+MODELLED_SECTIONS = 32
 CAUSAL_BACKWARD_SECTION = 16  # heads whose tiles, longest first, balance well and still share L2
 
 
@@ -58,14 +62,24 @@ class Plan:
     rejected: tuple[tuple[str, str], ...] = ()
     copies: tuple[str, ...] = ()
 
+    def multiprocessors_of(self, multiprocessors: int) -> int:
+        """How many of a GPU's multiprocessors the kernel is launched for."""
+        if not tiles_are_equal(self.problem):
+            return multiprocessors
+        return multiprocessors_for(self.grid.total, multiprocessors, self.config.ctas)
+
     def schedule(self, multiprocessors: int, left=None, right=None) -> TileSchedule:
-        """Tile schedule on a GPU with ``multiprocessors``, as the kernel runs it; sides of the window."""
+        """Tile schedule on a GPU with ``multiprocessors``, as the kernel runs it; sides of the window.
+
+        If the config hands tiles out, ``TileSchedule.handed_out`` says how.
+        """
         p, blocks = self.problem, self.config.blocks(left, right)
         if p.varlen:
             raise ValueError(
                 "lengths of sequences are known on the GPU only: tiles are handed out there"
             )
-        workers = min(workers_of(multiprocessors, self.config.ctas), self.grid.total)
+        workers = workers_of(self.multiprocessors_of(multiprocessors), self.config.ctas)
+        workers = min(workers, self.grid.total)
         return TileSchedule(blocks, self.grid, self.section, 0, workers, p.seqlen_q, p.seqlen_k)
 
     def __str__(self):
@@ -75,7 +89,8 @@ class Plan:
             f"  {self.config}",
             f"  about {self.grid.total} tiles of {self.config.tile_q} queries, handed out one by one"
             if p.varlen
-            else f"  {self.grid.total} tiles of {self.config.tile_q} queries, {self.section} heads per section",
+            else f"  {self.grid.total} tiles of {self.config.tile_q} queries, {self.section} heads per section"
+            + (", handed out one by one" if self.config.handed_out else ""),
         ]
         return "\n".join([*lines, *_explanations(self)])
 
@@ -304,19 +319,28 @@ def gradient_obstacle(problem: AttentionProblem) -> str | None:
 def choose_section(problem: AttentionProblem, config, grid: Grid, workers: int) -> int:
     """Heads per section of the tile schedule: what costs least by a model of balance and of traffic to HBM.
 
-    Without a mask all tiles cost the same, and a section of about one wave reads every K and V once. So it is with a
-    window that limits the left side. Without that, one that limits the right side is taken for a causal mask: its size
-    is known at run time only.
+    Without a mask all tiles cost the same, and a section of about one wave reads every K and V once: of more heads, where
+    they fit L2, so that fewer workers read the same lines at the same time. So it is with a window that limits the left
+    side. Without that, one that limits the right side is taken for a causal mask: its size is known at run time only.
 
     Sequences of different lengths get the number of keys, of one head or of several together, that a section has.
     """
     if problem.varlen:
         return SEQUENCE_SECTION_BYTES // (2 * (problem.head_dim + problem.head_dim_v))
+    if tiles_are_equal(problem):
+        used = multiprocessors_for(grid.total, workers, config.ctas)
+        wave = ceil_div(workers_of(used, config.ctas), grid.m_blocks)
+        waves = min(
+            ceil_div(MIN_SECTION, wave), SECTION_BYTES // (wave * _bytes_per_head(problem, grid))
+        )
+        return min(grid.head_count, wave * max(1, waves))
     workers = workers_of(workers, config.ctas)
     if grid.total <= workers:
         return grid.head_count
-    if problem.window_left or not (problem.causal or problem.window_right):
-        return min(grid.head_count, max(MIN_SECTION, -(-workers // grid.m_blocks)))
+    if problem.window_left:
+        return min(grid.head_count, max(MIN_SECTION, ceil_div(workers, grid.m_blocks)))
+    if config.handed_out:
+        return _section_to_hand_out(problem, config, grid, workers)
     largest = min(grid.head_count, max(1, workers // MIN_SECTION))
     if grid.total > MODELLED_TILES:
         return max(1, min(largest, L2_BYTES // _bytes_per_head(problem, grid)))
@@ -330,6 +354,32 @@ def choose_section(problem: AttentionProblem, config, grid: Grid, workers: int) 
         return balance * (1 + HBM_WEIGHT * _hbm_share(problem, grid, section, workers))
 
     return min((s for s in candidates if s <= largest), key=lambda s: (cost(s), -s))
+
+
+def tiles_are_equal(problem: AttentionProblem) -> bool:
+    """Whether all tiles visit the same number of blocks."""
+    limited = problem.causal or problem.window_left or problem.window_right
+    return not (problem.varlen or limited)
+
+
+def _section_to_hand_out(problem: AttentionProblem, config, grid: Grid, workers: int) -> int:
+    """Heads per section where tiles are handed out: what balances best of those whose K and V stay in L2.
+
+    As even as can be: few tiles in the last section would leave workers without any.
+    """
+    heads = grid.head_count
+    most = max(1, min(heads, CAUSAL_SECTION_BYTES // _bytes_per_head(problem, grid)))
+    if grid.total > MODELLED_TILES // 4:  # the end is a small part of it
+        return most
+    sizes = range(most, most // 4, -ceil_div(most, MODELLED_SECTIONS))
+    candidates = {ceil_div(heads, ceil_div(heads, size)) for size in sizes}
+    blocks = KvBlocks(config.tile_q, config.tile_n, causal=True)
+    schedule = TileSchedule(blocks, grid, 1, 0, workers, problem.seqlen_q, problem.seqlen_k)
+
+    def cost(section):
+        return replace(schedule, section=section).handed_out(TIMES_SPREAD)[1]
+
+    return min(candidates, key=lambda section: (cost(section), -section))
 
 
 def _bytes_per_head(problem: AttentionProblem, grid: Grid) -> int:

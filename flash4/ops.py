@@ -20,7 +20,9 @@ from flash4.problem import LENGTHS, AttentionProblem, CallOptions, check_call, p
 ALIGNMENT = 16  # bytes; of addresses and strides that TMA takes
 MAX_LAUNCHES = 8_192
 REDONE = "redone"  # names of counters among a kernel's optional tensors
-NEXT_TILE = "next_tile"
+NEXT_TILE = "next_tile"  # zero at the launch
+RESET_COUNTER = "reset_counter"  # the same, and zero again behind it
+THREADS_STREAM = 2  # handle by which each thread means a stream of its own
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,28 @@ def _launch_of(plan: Plan, device, workers: int) -> Launch:
     config = plan.config
     with torch.cuda.device(device):
         function = CACHE.get(plan.kernel, config, plan.arch)
-    return Launch(function, plan.section, workers, config.numbers, config.optional_tensors)
+    used = plan.multiprocessors_of(workers)
+    return Launch(function, plan.section, used, config.numbers, config.optional_tensors)
+
+
+_reset_counters: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def reset_counter(device):
+    """A counter at zero for a kernel that leaves it so: one for each stream, where launches follow one another.
+
+    A graph that is captured gets new ones: it may be replayed on any stream.
+    """
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return reset_counter(device)
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    if stream == THREADS_STREAM or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = (device.index, stream)
+    if key not in _reset_counters:
+        _reset_counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _reset_counters[key]
 
 
 def _numbers(names: tuple[str, ...], options: CallOptions, scale: float) -> tuple:
@@ -219,6 +242,8 @@ def _run(launch: Launch, tensors, options: CallOptions, redone=None):
     counters = {REDONE: redone}
     if NEXT_TILE in launch.tensors:
         counters[NEXT_TILE] = lse.new_zeros(1, dtype=torch.int32)
+    if RESET_COUNTER in launch.tensors:
+        counters[RESET_COUNTER] = reset_counter(q.device)
     tensors += tuple(
         counters[name] if name in counters else _optional_tensor(name, options, batch)
         for name in launch.tensors

@@ -4,13 +4,17 @@ What ``load`` knows of a tile stands in a slot of a ring in shared memory until 
 There a tile whose rows outgrew a fixed softmax shift is marked. ``load`` sees the mark when it comes to use the slot
 again, and gives out the same tile instead of a new one. At the end it looks at all slots once more before it tells that
 no tile is left, and fills those whose tiles are done with nothing.
+
+Of dense calls the number that the counter gives is the tile: all roles decode it by themselves. Of sequences ``load``
+looks for the tile and tells all about it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import cutlass.cute as cute
 
-from flash4.common.geometry import choose
+from flash4.common.geometry import choose, imax
+from flash4.common.tiles import Tile
 from flash4.common.varlen import CHUNK, Cursor, VarlenSchedule, VarlenTile
 
 END, TILE, NOTHING = 0, 1, 2  # kinds of entries
@@ -89,6 +93,10 @@ class TileViews:
 class GivenTiles(TileViews):
     """The tiles of ``load``, which finds them."""
 
+    def ask(self, tile):
+        """Nothing: the counter is asked when the next tile is."""
+        return tile
+
     def first(self):
         """Return the worker's first tile."""
         zero = self.slots.zero
@@ -148,3 +156,131 @@ class ToldTiles(TileViews):
             if slots.again(number) > 0:
                 slots.wait_stores()  # what is stored again must be stored last
         return self._tile(number, slots.read(number))
+
+
+@dataclass(frozen=True)
+class DenseEntry:
+    """What stands in a slot of the ring of tiles of a dense call, a word for each.
+
+    Attributes:
+        kind: ``TILE``, ``NOTHING`` or ``END``.
+        index: of the tile in the schedule; behind its last one at the end.
+        again: pass in which the tile is worked on.
+    """
+
+    kind: object
+    index: object
+    again: object
+
+
+@dataclass(frozen=True)
+class DenseTile(Tile):
+    """A tile of a dense call that was handed out; ``number`` and ``idle`` as in ``varlen.VarlenTile``.
+
+    Attributes:
+        idle: 0 while the counter may have tiles left; it counts from 1 on afterwards.
+        asked: 1 if the counter was asked for a tile that has not been given out yet.
+        answer: what it said, in a form that only slots understand: it may still be on its way.
+    """
+
+    number: object = None
+    idle: object = None
+    asked: object = None
+    answer: object = None
+
+
+@dataclass(frozen=True)
+class DenseViews(TileViews):
+    """As ``TileViews``, of a ``tiles.TileSchedule``.
+
+    Attributes:
+        notes: (warpgroups,) number after that of its last tile that outgrew a fixed shift; None without one.
+    """
+
+    notes: object = None
+
+    def lengths(self, tile):
+        """(queries, keys) of a tile's sequence."""
+        return self.schedule.lengths(tile)
+
+    def place(self, tile):
+        """Where a tile lies."""
+        return self.schedule.place(tile)
+
+    def wave(self, tile):
+        """How many tiles the worker had before."""
+        return tile.number
+
+    def note_outgrown(self, tile, warpgroup):
+        """Remember that a tile outgrew its shift, for the next of this warpgroup of the CTA."""
+        self.notes[warpgroup] = tile.number + 1
+
+    def noted(self, warpgroup):
+        """Number after that of a warpgroup's last tile that outgrew its shift; -1 if none has."""
+        return self.notes[warpgroup]
+
+    def after_outgrown(self, tile, warpgroup):
+        """1 if the warpgroup's tile before this one outgrew its shift, else 0."""
+        return choose(self.noted(warpgroup) == tile.number, 1, 0)
+
+    def _tile(self, number, entry, **more) -> DenseTile:
+        tile = self.schedule.at(entry.index)
+        known = {field.name: getattr(tile, field.name) for field in fields(tile)}
+        return DenseTile(**known | {"number": number, "again": entry.again} | more)
+
+
+@dataclass(frozen=True)
+class GivenDense(DenseViews):
+    """The tiles of ``load`` of a dense call.
+
+    Each worker asks the counter until it says that no tile is left, and not again: together they ask as often as there are
+    tiles. So the counter that wraps behind the last answer is zero for the next launch.
+    """
+
+    def first(self):
+        """Return the worker's first tile."""
+        zero = self.slots.zero
+        return self._next(zero, zero, zero, zero)
+
+    def ask(self, tile):
+        """Ask the counter for the tile after ``tile``, unless there is one already, or none."""
+        return replace(tile, answer=self._ask(tile), asked=choose(tile.idle == 0, 1, 0))
+
+    @cute.jit
+    def _ask(self, tile):
+        answer = tile.answer
+        if (tile.idle == 0) & (tile.asked == 0):
+            answer = self.slots.ask()
+        return answer
+
+    def next(self, tile):
+        """Return the tile after ``tile``."""
+        return self._next(tile.number + 1, tile.idle, tile.asked, tile.answer)
+
+    @cute.jit
+    def _next(self, number, idle, asked, answer):
+        slots, total = self.slots, self.schedule.grid.total
+        last = 1 + (slots.count if self.redoes else 1)
+        kind, index, again = slots.zero + NOTHING, slots.zero, slots.zero
+        while kind == NOTHING:
+            slots.acquire(number)
+            index, again = slots.marked(number)
+            left = idle == 0
+            if (again == 0) & left:
+                index = slots.answered(number, answer)
+                asked = slots.zero
+            found = (again > 0) | (left & (index < total))
+            idle = choose(found, choose(left, 0, 1), imax(idle, 1) + 1)
+            kind = choose(found, TILE, choose(idle == last, END, NOTHING))
+            index = choose(found, index, total)
+            if kind == NOTHING:
+                slots.post_nothing(number)
+                number = number + 1
+        entry = DenseEntry(kind, index, again)
+        slots.post(number, entry)
+        return self._tile(number, entry, idle=idle, asked=asked, answer=answer)
+
+
+@dataclass(frozen=True)
+class ToldDense(DenseViews, ToldTiles):
+    """The tiles of an ``mma`` warp of a dense call, which is told."""

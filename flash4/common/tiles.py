@@ -4,11 +4,14 @@ One tile is ``tile_q`` queries of one head, or of one group of query heads that 
 ``TileSchedule.at`` is the only place where a tile index gets its meaning.
 """
 
+import heapq
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from flash4.common.geometry import KvBlocks, ceil_div, imax, imin
+
+ENDS_KEYS = 192  # prologue and store of a tile take about as long as so many keys; measured
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,10 @@ class TileSchedule:
         """Return the worker's tile in the wave after that of ``tile``."""
         return self.at(self.next_index(tile.index))
 
+    def ask(self, tile):
+        """Nothing: which tile comes next is known."""
+        return tile
+
     def wave(self, index):
         """Wave of a tile index: how many tiles the worker had before."""
         return index // self.step
@@ -189,11 +196,8 @@ class TileSchedule:
             lists.append(tiles)
         return lists
 
-    def imbalance(self) -> float:
-        """Host only: the busiest worker's load over the mean load.
-
-        A tile costs its blocks plus one, for its prologue and store.
-        """
+    def _costs(self, ends: float = 1.0):
+        """Host only: (tiles,) blocks of each tile, and ``ends`` for its prologue and store."""
         grid = self.grid
         index = np.arange(grid.total)
         section = index // (self.section * grid.m_blocks)
@@ -201,15 +205,45 @@ class TileSchedule:
         m_block = (index - section * self.section * grid.m_blocks) // heads
         if self.descends:
             m_block = grid.m_blocks - 1 - m_block
-        counts = [
-            self.blocks.count(m, self.seqlen_q, self.seqlen_k) + 1 for m in range(grid.m_blocks)
-        ]
-        cost = np.array(counts)[m_block]
+        counts = [self.blocks.count(m, self.seqlen_q, self.seqlen_k) for m in range(grid.m_blocks)]
+        return np.array(counts)[m_block] + ends
+
+    def imbalance(self) -> float:
+        """Host only: the busiest worker's load over the mean load."""
+        cost = self._costs()
+        index = np.arange(self.grid.total)
         wave, worker = index // self.step, index % self.step
         if self.descends:
             worker = np.where(wave % 2 == 1, self.step - 1 - worker, worker)
         loads = np.bincount(worker, weights=cost, minlength=self.step)
         return float(loads.max() * self.step / loads.sum())
+
+    def handed_out_costs(self):
+        """Host only: (tiles,) blocks of each tile, with its prologue and store, by which ``handed_out`` counts."""
+        return self._costs(ENDS_KEYS / self.blocks.tile_n)
+
+    def handed_out(self, spread: float = 0.0) -> tuple[list[list[int]], float]:
+        """Host only: indices of all workers' tiles if whoever is free takes the next, and the ``imbalance`` of that.
+
+        ``spread`` is that of times of equal tiles, some random ones.
+        """
+        costs = self.handed_out_costs()
+        costs = costs * (1 + spread * np.random.default_rng(0).standard_normal(costs.size))
+        free, lists = [(0.0, worker) for worker in range(self.step)], [[] for _ in range(self.step)]
+        for index, cost in enumerate(costs.tolist()):
+            time, worker = free[0]
+            lists[worker].append(index)
+            heapq.heapreplace(free, (time + cost, worker))
+        return lists, max(free)[0] * self.step / float(costs.sum())
+
+
+def multiprocessors_for(tiles, multiprocessors: int, ctas: int) -> int:
+    """Host only: as few of the multiprocessors as need no more waves for tiles that all cost the same.
+
+    The last wave is nearly full then. With a power of two of tiles, waves begin with whole heads: few K and V are live.
+    """
+    workers = workers_of(multiprocessors, ctas)
+    return ceil_div(tiles, ceil_div(tiles, workers)) * ctas
 
 
 def workers_of(multiprocessors, ctas):

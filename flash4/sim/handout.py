@@ -11,13 +11,19 @@ import numpy as np
 
 from flash4.common.dsl import plain
 from flash4.common.graph import WARP, Ring
-from flash4.common.handout import NOTHING, GivenTiles, ToldTiles, find
+from flash4.common.handout import (
+    NOTHING,
+    DenseEntry,
+    GivenDense,
+    GivenTiles,
+    ToldDense,
+    ToldTiles,
+    find,
+)
 from flash4.common.varlen import Entry
 from flash4.sim.barriers import Barrier
 from flash4.sim.machine import Machine
 from flash4.sim.memory import ADD, Region, Space
-
-EMPTY = Entry(*(0 for _ in fields(Entry)))
 
 
 class HostWarp:
@@ -70,6 +76,7 @@ class HostSlots:
     """
 
     zero = 0
+    entry = Entry
 
     def __init__(self, machine: Machine, spec: Ring, space: Space, at: int, numbers, beyond: int):
         self.count, self._machine = spec.stages, machine
@@ -121,7 +128,8 @@ class HostSlots:
 
     def post_nothing(self, number):
         """Fill a slot with nothing to do. What it held was not marked."""
-        self.post(number, replace(self._held[number % self.count] or EMPTY, kind=NOTHING))
+        empty = self.entry(*(0 for _ in fields(self.entry)))
+        self.post(number, replace(self._held[number % self.count] or empty, kind=NOTHING))
 
     def release(self, number):
         """Give a slot back."""
@@ -168,6 +176,34 @@ class HostSlots:
         return plain(find)(schedule, HostWarp(), cursor, wanted)
 
 
+class HostDenseSlots(HostSlots):
+    """The ring of tiles of one CTA of a dense call."""
+
+    entry = DenseEntry
+    _told_the_end = False
+
+    def marked(self, number):
+        """(index, pass) of the tile that a slot held; pass 0 if it need not be worked on again."""
+        slot = number % self.count
+        if number < self.count:
+            return 0, 0
+        entry = self.read(number)
+        self._marks[slot].touch(False)
+        return entry.index, max(self._marked[slot], default=0)
+
+    def ask(self):
+        """Ask the counter. Nobody may ask again who was told that none is left."""
+        if self._told_the_end:
+            self._machine.report("the counter is asked again: it may be zero for the next launch")
+        return self.draw(None)
+
+    def answered(self, number, answer):
+        """Index of this worker's next tile."""
+        index = answer if number else self.draw(None)
+        self._told_the_end = index >= self._beyond
+        return index
+
+
 class HostGivenTiles(GivenTiles):
     """The tiles of ``load``, in plain Python."""
 
@@ -176,5 +212,18 @@ class HostGivenTiles(GivenTiles):
 
 class HostToldTiles(ToldTiles):
     """The tiles of ``mma``, in plain Python."""
+
+    _next = plain(ToldTiles._next)
+
+
+class HostGivenDense(GivenDense):
+    """The tiles of ``load`` of a dense call, in plain Python."""
+
+    _ask = plain(GivenDense._ask)
+    _next = plain(GivenDense._next)
+
+
+class HostToldDense(ToldDense):
+    """The tiles of ``mma`` of a dense call, in plain Python."""
 
     _next = plain(ToldTiles._next)

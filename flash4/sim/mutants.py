@@ -11,10 +11,12 @@ import inspect
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from flash4.common import handout
+from flash4.common.dsl import plain
 from flash4.problem import CallOptions
 from flash4.sim import sm90_bwd, sm100_fwd
 from flash4.sim.cluster import arrive_at
@@ -30,6 +32,7 @@ from flash4.sm100.fwd_config import ForwardConfig as ForwardConfigSm100
 DROPPED = {
     *("commit", "release", "open", "wait", "pass_on", "wait_mma", "wait_store"),
     *("post", "tail"),  # of signals and rings on Blackwell
+    *("post_nothing", "wait_stores"),  # of tiles that are handed out
     *("sync", "acquire", "wait_read", "wait_turn", "pass_turn", "drain"),  # of the backward
 }
 UNWAITED = {
@@ -48,7 +51,10 @@ class BorrowingConfig(ForwardConfig):
 
 @dataclass(frozen=True)
 class Problem:
-    """What mutants run on; ``left`` is a window's side, if the config has it."""
+    """What mutants run on; ``left`` is a window's side, if the config has it.
+
+    With ``outgrow`` some rows see the first key far above all others, so that they outgrow a fixed shift.
+    """
 
     config: object
     seqlen_q: int
@@ -56,6 +62,7 @@ class Problem:
     heads: int = 1
     workers: int = 1
     left: int = -1
+    outgrow: bool = False
 
     @property
     def options(self) -> CallOptions:
@@ -71,15 +78,18 @@ class Problem:
             x = rng.standard_normal((1, seqlen, self.heads, head_dim), np.float32)
             return round_to_16_bit(x, c.bf16)
 
-        return (
+        q, k, v = (
             draw(self.seqlen_q, c.tile_d),
             draw(self.seqlen_k, c.tile_d),
             draw(self.seqlen_k, c.tile_dv),
         )
+        if self.outgrow:
+            q[:, 5 :: 3 * c.tile_q, :, 0], k[:, 0, :, 0] = 256.0, 16.0
+        return q, k, v
 
 
 # Rings that wrap within a tile and over tiles, one and two warpgroups, turns, blocks skipped at both ends, O in Q's
-# memory, and tiles that two CTAs share.
+# memory, tiles that two CTAs share, and such that are handed out, some of them twice.
 PROBLEMS = (
     Problem(ForwardConfig(True, 16, 16, 128, 16, True, turns=True), 200, 110, 2),
     Problem(BorrowingConfig(True, 16, 16, 128, 16, False), 300, 75),
@@ -100,6 +110,17 @@ PROBLEMS = (
     ),
     Problem(ForwardConfig(True, 16, 16, 256, 16, True, skip=True, cluster=2), 300, 150),
     Problem(ForwardConfig(True, 16, 16, 128, 16, False, cluster=2), 300, 30),
+    Problem(ForwardConfig(True, 16, 16, 64, 16, True, handed_out=True), 500, 70, 2, 2),
+    Problem(
+        ForwardConfig(
+            True, 16, 16, 128, 16, True, skip=True, q_stages=2, fixed_shift=True, handed_out=True
+        ),
+        500,
+        520,
+        3,
+        2,
+        outgrow=True,
+    ),
 )
 
 # Rings that wrap within a tile and over tiles, tiles of one block and of several, one and two slots of O, a pair of CTAs.
@@ -182,9 +203,10 @@ def verb_of(statement: ast.stmt) -> str:
     return call.func.attr if call else ""
 
 
-def blocks(tree: ast.Module) -> Iterator[tuple[str, list[ast.stmt]]]:
-    """(role, statements) of every block of every role, in a fixed order."""
-    roles = next(node for node in tree.body if isinstance(node, ast.ClassDef))
+def blocks(tree: ast.Module, class_name: str) -> Iterator[tuple[str, list[ast.stmt]]]:
+    """(method, statements) of every block of every method of a class, in a fixed order."""
+    classes = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    roles = next(node for node in classes if node.name == class_name)
     for role in roles.body:
         if isinstance(role, ast.FunctionDef):
             for node in ast.walk(role):
@@ -255,23 +277,26 @@ def edits(statements: list[ast.stmt]) -> Iterator[tuple[int, str, bool, Callable
 
 
 def mutants_of_source(
-    source: str, path: str, class_name: str, vary: Callable = Variation
+    source: str, path: str, class_name: str, vary: Callable = Variation, used: str | None = None
 ) -> Iterator[Mutant]:
-    """All mutants of a module of roles; ``vary`` makes a variation of the kernel's simulation of a class."""
+    """All mutants of a class of a module; ``vary`` makes a variation of the kernel's simulation of it.
+
+    Or of another class of the module, ``used``, that has some of the class.
+    """
     seen = {}
 
     def build(number, index, edit):
         def variation():
             tree = ast.parse(source, path)
-            statements = [block for _, block in blocks(tree)][number]
+            statements = [block for _, block in blocks(tree, class_name)][number]
             edit(statements, index)
             namespace = {"__name__": "mutant"}
             exec(compile(tree, path, "exec"), namespace)  # with the file's lines, for stories
-            return vary(namespace[class_name])
+            return vary(namespace[used or class_name])
 
         return variation
 
-    for number, (role, statements) in enumerate(blocks(ast.parse(source, path))):
+    for number, (role, statements) in enumerate(blocks(ast.parse(source, path), class_name)):
         for index, text, synchronises, edit in edits(statements):
             name = f"{role}: {text}"
             seen[name] = count = seen.get(name, 0) + 1
@@ -348,11 +373,34 @@ def cluster_mutants() -> Iterator[Mutant]:
         yield Mutant(name, 0, True, functools.partial(Variation, meets=(left,)))
 
 
+def handout_mutants() -> Iterator[Mutant]:
+    """Mutants of how tiles of dense calls are handed out: of what gives them, and of what is told."""
+    source, path = inspect.getsource(handout), handout.__file__
+    for class_name, used, role in (
+        ("GivenDense", "GivenDense", "given"),
+        ("ToldTiles", "ToldDense", "told"),
+    ):
+
+        def vary(kind, role=role):
+            return Variation(**{role: plain_next(kind)})
+
+        for mutant in mutants_of_source(source, path, class_name, vary, used):
+            yield replace(mutant, name=f"{role} {mutant.name}")
+
+
+def plain_next(kind: type) -> type:
+    """A class of tiles whose compiled methods run in plain Python."""
+    methods = {
+        name: plain(getattr(kind, name)) for name in ("_next", "_ask") if hasattr(kind, name)
+    }
+    return type(kind.__name__, (kind,), methods)
+
+
 def sm90_fwd_mutants() -> list[Mutant]:
-    """All mutants of the Hopper forward: of its source, of how its ends count slots, and of how CTAs share tiles."""
+    """All mutants of the Hopper forward: of its source, how its ends count slots, and how CTAs share or get tiles."""
     source = inspect.getsource(fwd_roles)
     found = list(mutants_of_source(source, fwd_roles.__file__, "ForwardRoles"))
-    found += cluster_mutants()
+    found += [*cluster_mutants(), *handout_mutants()]
     for role in ("load", "mma"):
         for ring in ("q", "k", "v"):
             for amount in (1, -1) if ring != "q" else (1,):

@@ -29,7 +29,15 @@ from flash4.common.varlen import Sequences, VarlenSchedule
 from flash4.problem import CallOptions, positive_scale
 from flash4.sim.barriers import NamedBarrier
 from flash4.sim.cluster import Cluster, Cta
-from flash4.sim.handout import HostGivenTiles, HostSlots, HostToldTiles, shared_out
+from flash4.sim.handout import (
+    HostDenseSlots,
+    HostGivenDense,
+    HostGivenTiles,
+    HostSlots,
+    HostToldDense,
+    HostToldTiles,
+    shared_out,
+)
 from flash4.sim.limits import check_graph
 from flash4.sim.machine import Machine
 from flash4.sim.memory import Fragment, Region, Space
@@ -170,6 +178,10 @@ class Tiles:
         """Return the worker's first tile."""
         return self._schedule.first()
 
+    def ask(self, tile):
+        """Nothing: which tile comes next is known."""
+        return tile
+
     def next(self, tile):
         """Return the tile after ``tile``."""
         if self._barrier is None:
@@ -273,6 +285,7 @@ class MmaOps:
         self._rows_of_q = slice(first, first + MMA_ROWS)
         self._sO, self._q_read, self._queue = o, q_read, MmaQueue(machine, self._name)
         self._stores = machine.lane(f"stores of {self._name}", ordered=True)
+        self._unlanded = set()  # tiles whose stores nobody has seen land
         self._p = Fragment(machine, f"P of {self._name}", (MMA_ROWS, call.config.tile_n))
         self.o_borrows_q = call.config.o_borrows_q
 
@@ -440,6 +453,12 @@ class MmaOps:
     def store(self, tile):
         """O / l and LSE = ln 2 (shift + log2 l); a row without keys gives 0 and -inf."""
         call, place = self._call, self._call.tiles.place(tile)
+        where = (place, tile.m_block)
+        if where in self._unlanded:
+            self._machine.report(
+                f"{self._name} stores a tile again whose first store may land last"
+            )
+        self._unlanded.add(where)
         query, head, exists = call.places(tile, self._rows)
         unused = query >= call.tiles.lengths(tile)[0]
         empty = (self._total == 0) | unused
@@ -498,6 +517,11 @@ class MmaOps:
         """Wait until this warpgroup's stores have read their shared memory."""
         self._stores.join(self._stores.issued)
 
+    def wait_landed(self):
+        """Wait until this warpgroup's stores are there."""
+        self.wait_store()
+        self._unlanded.clear()
+
 
 @dataclass(frozen=True)
 class Variation:
@@ -509,6 +533,8 @@ class Variation:
         strict: as of ``Machine``.
         shared: class of the rings that CTAs share.
         meets: where CTAs that share tiles meet: before their roles begin, and before one ends.
+        given: class of the tiles of ``load`` where they are handed out.
+        told: class of those of ``mma``.
     """
 
     roles: type = ForwardRoles
@@ -516,6 +542,8 @@ class Variation:
     strict: bool = True
     shared: type = SharedRing
     meets: tuple[str, ...] = ("start", "end")
+    given: type = HostGivenDense
+    told: type = HostToldDense
 
 
 def simulate_forward(
@@ -578,6 +606,8 @@ def forward_machines(config, tensors, options, workers, seed, variation=None):
         schedules = [
             TileSchedule(blocks, grid, section, worker, workers, *rows) for worker in range(workers)
         ]
+    if config.handed_out:
+        numbers = shared_out(grid.total, workers, seed)
     for worker, tiles in enumerate(schedules):
         call = Call(config, q, k, v, out, lse, options, tiles, redone)
         machine = Machine(seed + worker, variation.strict)
@@ -654,7 +684,7 @@ def _fill_cta(
     def ends(role):
         return [End(ring, variation.miscounts.get((role, ring.spec.name), 0)) for ring in rings]
 
-    call, tiles_of = _tiles_of_roles(machine, call, numbers, memory, named)
+    call, tiles_of = _tiles_of_roles(machine, call, numbers, memory, named, variation)
     load, mma = plain(variation.roles.load), plain(variation.roles.mma)
     spawn("load", load, schedule, LoadOps(call, rank), tiles_of(WARP, None), *ends("load"))
     part = config.o_bytes // count
@@ -665,11 +695,11 @@ def _fill_cta(
         shape = (MMA_ROWS, config.tile_dv // config.o_parts)
         o = Region(memory, f"{prefix}o[{group}]", at, at + part, shape)
         ops = MmaOps(machine, call, rank * count + group, name, o, q_read)
-        tiles = ops.worker_tiles = tiles_of(WARPGROUP, ops.wait_store)
+        tiles = ops.worker_tiles = tiles_of(WARPGROUP, ops.wait_landed)
         spawn(f"mma[{group}]", mma, schedule, ops, tiles, *ends("mma"), Turn(turns, group))
 
 
-def _tiles_of_roles(machine: Machine, call: Call, numbers, memory: Space, named):
+def _tiles_of_roles(machine: Machine, call: Call, numbers, memory: Space, named, variation):
     """The call as verbs see it, and what makes the tiles of a role of its threads and of how it waits for stores."""
     config, schedule, graph = call.config, call.tiles, call.config.graph
     threads = WARPGROUP * config.mma_warpgroups
@@ -682,6 +712,17 @@ def _tiles_of_roles(machine: Machine, call: Call, numbers, memory: Space, named)
             return kind(schedule, slots.of_role(mine // WARP, wait_stores), config.fixed_shift)
 
         return replace(call, tiles=of_role(WARPGROUP, None)), of_role
+    if config.handed_out:
+        at, total = graph.addresses()["tiles"], schedule.grid.total
+        slots = HostDenseSlots(machine, graph.ring("tiles"), memory, at, numbers, total)
+        notes = [-1] * config.mma_warpgroups
+
+        def of_role(mine, wait_stores):
+            kind = variation.given if mine == WARP else variation.told
+            ring = slots.of_role(mine // WARP, wait_stores)
+            return kind(schedule, ring, config.fixed_shift, notes)
+
+        return call, of_role
     barrier, marks = None, Marks()
     if config.fixed_shift:
         barrier = named(BARRIER_PASS, "pass", threads + WARP, WARP)

@@ -29,6 +29,7 @@ SS_STEP, RS_STEP = (0, 3.8), (0, 1.5)  # per WGMMA, operand A in shared memory a
 BLOCK = (22, 45)  # waits, releases, votes, the loop itself: a third at each of its three places
 TILE, STORE = (100, 130), (100, 130)
 LOAD = (20, 20)  # one TMA copy
+DRAW_CYCLES = 1_000  # an atomic at the L2 and back: a guess
 
 
 def ops(chip: Chip, label: str, *, fma=0.0, alu=0.0, mufu=0.0, other=(0.0, 0.0), stall=0.0) -> Work:
@@ -243,6 +244,48 @@ def busiest(tiles: TileSchedule) -> int:
     return int(np.argmax([sum(t.n_blocks + 1 for t in mine) for mine in tiles.workers()]))
 
 
+@dataclass(frozen=True)
+class DrawnTiles:
+    """A worker's tiles where they are handed out, as one role sees them; ``load`` asks by ``draw`` and waits by ``wait``."""
+
+    schedule: TileSchedule
+    indices: list[int]
+    draw: object = None
+    wait: object = None
+
+    @property
+    def blocks(self):
+        """Visiting rule of KV blocks."""
+        return self.schedule.blocks
+
+    def lengths(self, tile):
+        """(queries, keys) of a tile's sequence."""
+        return self.schedule.lengths(tile)
+
+    def first(self):
+        """Return the worker's first tile."""
+        return self.schedule.at(self.indices[0])
+
+    def ask(self, tile):
+        """Ask for the tile after ``tile``."""
+        self.draw()
+        return tile
+
+    def next(self, tile):
+        """Return the tile after ``tile``."""
+        if self.wait is not None:
+            self.wait()
+        i = self.indices.index(tile.index) + 1
+        total = self.schedule.grid.total
+        return self.schedule.at(self.indices[i] if i < len(self.indices) else total)
+
+
+def drawn_by_the_busiest(tiles: TileSchedule) -> DrawnTiles:
+    """What the worker with the most to do gets where tiles are handed out."""
+    costs = tiles.handed_out_costs()
+    return DrawnTiles(tiles, max(tiles.handed_out()[0], key=lambda mine: costs[mine].sum()))
+
+
 def time_forward(
     plan, chip: Chip, roles=ForwardRoles, latest=float("inf"), window=(None, None)
 ) -> Timing:
@@ -258,7 +301,11 @@ def time_forward(
     problem, config = plan.problem, plan.config
     schedule = plan.schedule(chip.sms, *window)
     machine = ClockedMachine(chip, latest)
-    _fill_cta(machine, config, replace(schedule, start=busiest(schedule)), roles)
+    if config.handed_out:
+        tiles = drawn_by_the_busiest(schedule)
+    else:
+        tiles = replace(schedule, start=busiest(schedule))
+    _fill_cta(machine, config, tiles, roles)
     machine.run()
     flops = 2 * visible_pairs(problem, schedule) * (problem.head_dim + problem.head_dim_v)
     return Timing(machine, chip, schedule.step * config.cluster, flops)
@@ -277,7 +324,7 @@ def visible_pairs(problem, schedule: TileSchedule) -> float:
 def _fill_cta(machine, config, tiles, roles):
     """One CTA; another that shares its tiles is taken to load and release in step with it."""
     graph, count, schedule = config.graph, config.mma_warpgroups, roles()
-    rings = [Ring(machine, spec, count, Space(machine)) for spec in graph.rings]
+    rings = [Ring(machine, spec, count, Space(machine)) for spec in graph.rings if spec.tma]
     threads = WARPGROUP * count
     q_read = ClockedNamedBarrier(machine, BARRIER_Q_READ, "q read", threads, WARPGROUP)
     turns = [
@@ -286,8 +333,16 @@ def _fill_cta(machine, config, tiles, roles):
         if config.turns and count > 1
     ]
     load, mma = plain(roles.load), plain(roles.mma)
-    ends = [End(ring) for ring in rings]
-    machine.spawn("load", load, schedule, LoadOps(machine, config), tiles, *ends)
+    ends, given = [End(ring) for ring in rings], tiles
+    if config.handed_out:
+        answers = machine.lane("answers of the counter", True)
+        work = Work("the counter's answer", DRAW_CYCLES, {})
+        given = replace(
+            tiles,
+            draw=lambda: answers.issue("ask", _nothing, work=work),
+            wait=lambda: answers.join(answers.issued),
+        )
+    machine.spawn("load", load, schedule, LoadOps(machine, config), given, *ends)
     for group in range(count):
         verbs = MmaOps(machine, config, group, tiles, q_read)
         ends = [End(ring) for ring in rings]

@@ -175,6 +175,11 @@ class ForwardConfig:
         return 1
 
     @property
+    def handed_out(self) -> bool:
+        """Tiles are handed out one by one: not here."""
+        return False
+
+    @property
     def tile_q(self) -> int:
         """Queries of a tile."""
         return self.tile_m // self.pack

@@ -28,7 +28,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from flash4.common.graph import WARP, WARPGROUP
-from flash4.common.handout import GivenTiles, ToldTiles
+from flash4.common.handout import GivenDense, GivenTiles, ToldDense, ToldTiles
 from flash4.common.mods import AUX, decode_aux
 from flash4.common.numerics import LOG2E, Cap, opaque
 from flash4.common.tiles import Grid, TileSchedule, workers_of
@@ -42,8 +42,10 @@ from flash4.common.tma_views import (
 )
 from flash4.common.varlen import Sequences, VarlenSchedule
 from flash4.sm90.fwd_config import (
+    DENSE_WORDS,
     MARK_WORDS,
     MMA_ROWS,
+    NOTES,
     OUTGROWN,
     SMEM_ALIGN,
     SMEM_LIMIT,
@@ -52,7 +54,7 @@ from flash4.sm90.fwd_config import (
 )
 from flash4.sm90.fwd_ops import LoadOps, MmaOps, Operand, Turn, element, make_row_state, meet
 from flash4.sm90.fwd_roles import ForwardRoles
-from flash4.sm90.fwd_tiles import Tiles, TileSlots
+from flash4.sm90.fwd_tiles import DenseSlots, Tiles, TileSlots
 
 # In the order of mods.AUX_DTYPES.
 AUX_ELEMENTS = (Float32, cutlass.Float16, cutlass.BFloat16, Int32, cutlass.Int64)
@@ -133,6 +135,7 @@ class ForwardSm90:
             "seqused_q": vector(Int32, cute.sym_int()),
             "seqused_k": vector(Int32, cute.sym_int()),
             "next_tile": vector(Int32, 1),
+            "reset_counter": vector(Int32, 1),
             "redone": vector(Int32, 1),
         }
         optional |= {f"{AUX}{i}": self._fake_aux(*kind) for i, kind in enumerate(decode_aux(c.aux))}
@@ -216,7 +219,7 @@ class ForwardSm90:
             sink=optional.get("sink"),
             slopes=optional.get("alibi_slopes"),
             aux=self._aux(optional),
-            next_tile=optional.get("next_tile"),
+            next_tile=optional.get("reset_counter" if c.handed_out else "next_tile"),
             redone=optional.get("redone"),
             sequences=self._sequences(q, k, optional) if c.varlen else None,
             v_rows_of_entry=rows_of_entry(v) if c.v_is_ragged else None,
@@ -320,7 +323,7 @@ class ForwardSm90:
         pointers = self._allocate(smem)
         sQ, sK, sV, sO = self._smem_tensors(pointers)
         marks = None
-        if cutlass.const_expr(c.fixed_shift and not c.varlen):
+        if cutlass.const_expr(c.fixed_shift and not c.hands_out):
             marks = cute.make_tensor(
                 cute.recast_ptr(pointers["marks"], dtype=Int32), cute.make_layout(MARK_WORDS)
             )
@@ -332,8 +335,9 @@ class ForwardSm90:
         k_producer, k_consumer = self._open_ring(smem, "k", lane)
         v_producer, v_consumer = self._open_ring(smem, "v", lane)
         slots = None
-        if cutlass.const_expr(c.varlen):
-            slots = self._open_tiles(smem, pointers, run_time.next_tile, (worker, workers, lane))
+        if cutlass.const_expr(c.hands_out):
+            who = (worker, workers, lane % WARP)
+            slots = self._open_tiles(smem, pointers, run_time.next_tile, who, grid.total)
             slots.open(thread, self.graph.ring("tiles").consumer_arrivals)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -347,6 +351,9 @@ class ForwardSm90:
         else:
             schedule = TileSchedule(blocks, grid, section, worker, workers, *seqlens)
             tiles = mma_tiles = Tiles(c, schedule, marks)
+            if cutlass.const_expr(c.handed_out):
+                tiles = GivenDense(schedule, slots, c.fixed_shift)
+                mma_tiles = ToldDense(schedule, slots, c.fixed_shift, slots.notes)
         load, mma = self.graph.role("load"), self.graph.role("mma")
         if group == 0:
             cute.arch.setmaxregister_decrease(load.registers)
@@ -400,16 +407,18 @@ class ForwardSm90:
             ring_ends = replace(ring_ends, is_signaling_thread=lane % WARP == 0)
         return ring_ends.make_participants()
 
-    def _open_tiles(self, smem, pointers, next_tile, place):
-        """Slots and barriers of the ring of tiles."""
-        ring = self.graph.ring("tiles")
-        words = cute.make_tensor(
-            cute.recast_ptr(pointers["tiles"], dtype=Int32),
-            cute.make_layout((TILE_WORDS, ring.stages)),
-        )
+    def _open_tiles(self, smem, pointers, next_tile, who, total):
+        """Slots and barriers of the ring of tiles; ``total`` is that of a dense call."""
+        ring, dense = self.graph.ring("tiles"), self.config.handed_out
+        at = cute.recast_ptr(pointers["tiles"], dtype=Int32)
+        shape = (DENSE_WORDS if dense else TILE_WORDS, ring.stages)
+        words = cute.make_tensor(at, cute.make_layout(shape))
         full, empty = (smem.allocate_array(cutlass.Int64, ring.stages) for _ in range(2))
-        worker, workers, lane = place
-        return TileSlots(words, full, empty, next_tile, worker, workers, lane % WARP)
+        ends = (words, full, empty, next_tile, *who)
+        if not dense:
+            return TileSlots(*ends)
+        notes = cute.make_tensor(at + DENSE_WORDS * ring.stages, cute.make_layout(NOTES))
+        return DenseSlots(*ends, total, notes)
 
     def _load_ops(self, operands, run_time, tiles, smem_tensors, rank):
         """Verbs of the ``load`` role."""

@@ -30,6 +30,8 @@ SHARED_TILES = 132  # fewest such tiles: two for each pair of an H100's multipro
 LONG = 8_192  # keys from which on power decides at head dim 64
 TILE_SLOTS = 4  # of the ring of tiles, where sequences differ in length
 TILE_WORDS = 17  # of a slot, 4 bytes each
+DENSE_WORDS = 5  # the same, where all sequences are of one length
+NOTES = 4  # words behind those slots: see OUTGROWN
 # Registers per thread of ``mma`` and of ``load``, by warpgroups of ``mma``. Finding tiles of sequences takes more.
 REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32), 4: (112, 24)}
 VARLEN_REGISTERS = {1: (256, 56), 2: (232, 40), 3: (152, 56), 4: (112, 32)}
@@ -56,6 +58,8 @@ class ForwardConfig:
         turns: warpgroups take turns at issuing MMAs.
         cluster: CTAs that work on one tile, each on its part of the rows. Each loads its part of every block of K and V
             and multicasts it to all of them.
+        handed_out: whoever is free takes the next tile, from a counter; otherwise each worker has its tiles beforehand.
+            Sequences of different lengths are always handed out, in a way of their own.
         skip: a warpgroup passes over the blocks that none of its own 64 rows sees (causal, blocks shorter than the
             tile). Warpgroups then run different numbers of blocks, which taking turns forbids.
         settle: exponentials (of 64) that must be computed before the wait for P V; steers ptxas.
@@ -106,6 +110,7 @@ class ForwardConfig:
     used_k: bool = False
     counts: bool = False
     cluster: int = 1
+    handed_out: bool = False
     cap_way: int = 0
     mask_way: int = 0
 
@@ -137,6 +142,10 @@ class ForwardConfig:
         if self.cluster > 1 and (self.fixed_shift or self.varlen):
             raise ValueError(
                 "cluster needs sequences of one length, and no fixed_shift: marks and tiles are of one CTA"
+            )
+        if self.handed_out and (self.varlen or self.cluster > 1):
+            raise ValueError(
+                "handed_out needs sequences of one length and cluster=1: others are handed out in another way, or not"
             )
         if self.counts and not self.fixed_shift:
             raise ValueError("counts needs fixed_shift: without it no tile is worked on again")
@@ -175,6 +184,11 @@ class ForwardConfig:
     def varlen(self) -> bool:
         """Sequences differ in length."""
         return self.cu_q or self.cu_k or self.used_q or self.used_k
+
+    @property
+    def hands_out(self) -> bool:
+        """``load`` tells the other roles which tile comes next."""
+        return self.varlen or self.handed_out
 
     @property
     def natural(self) -> bool:
@@ -261,6 +275,7 @@ class ForwardConfig:
             "seqused_q": self.used_q,
             "seqused_k": self.used_k,
             "next_tile": self.varlen,
+            "reset_counter": self.handed_out,
             "redone": self.counts,
         }
         aux = (f"{AUX}{i}" for i in range(len(decode_aux(self.aux))))
@@ -364,7 +379,7 @@ class ForwardConfig:
         load --[q x2 tma->warps]--> mma
         load --[k x2 tma->warps]--> mma
         load --[v x2 tma->warps]--> mma
-        load --[tiles x4 warp->warps]--> mma  (sequences of different lengths)
+        load --[tiles x4 warp->warps]--> mma  (tiles that are handed out)
         """
         groups = self.mma_warpgroups
         mma_regs, load_regs = (VARLEN_REGISTERS if self.varlen else REGISTERS)[groups]
@@ -384,6 +399,9 @@ class ForwardConfig:
         if self.varlen:
             rings.append(Ring("tiles", load, mma, TILE_SLOTS, 4 * TILE_WORDS, tma=False))
             buffers.append(Buffer("tiles", TILE_SLOTS * 4 * TILE_WORDS))
+        elif self.handed_out:
+            rings.append(Ring("tiles", load, mma, TILE_SLOTS, 4 * DENSE_WORDS, tma=False))
+            buffers.append(Buffer("tiles", 4 * (TILE_SLOTS * DENSE_WORDS + NOTES)))
         elif self.fixed_shift:
             buffers.append(Buffer("marks", MARKS_BYTES))
         return PipelineGraph(roles=(load, mma), rings=tuple(rings), buffers=tuple(buffers))
@@ -428,7 +446,8 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
     config, why_shift = choose_shift(config)
     config, why_memory = spend_memory(config)
     config, why_share = share_tiles(config, problem)
-    return config, (why_tile, why_shift, why_memory, why_share, why_pack)
+    config, why_order = order_tiles(config)
+    return config, (why_tile, why_shift, why_memory, why_share, why_order, why_pack)
 
 
 def choose_shift(config: ForwardConfig) -> tuple[ForwardConfig, str]:
@@ -496,6 +515,20 @@ def share_tiles(config: ForwardConfig, problem) -> tuple[ForwardConfig, str]:
             return config, f"one CTA to a tile: {obstacle}"
     why = f"two CTAs to a tile, each loads half of K and V: at least {keys} keys, {SHARED_TILES} tiles"
     return replace(config, cluster=2, tile_m=2 * config.tile_m, skip=cut), why
+
+
+def order_tiles(config: ForwardConfig) -> tuple[ForwardConfig, str]:
+    """Hand tiles out where they differ in length; and the reason."""
+    if config.varlen:
+        return config, "tiles are handed out: lengths are known on the GPU only"
+    if not (config.causal or config.right):
+        return config, "tiles in a fixed order: all take equally long"
+    if config.left:
+        return config, "tiles in a fixed order: those of a left window take about equally long"
+    if config.cluster > 1:
+        return config, "tiles in a fixed order, in waves of alternating direction: CTAs share them"
+    why = "tiles are handed out, the longest of a section first: whoever is free takes the next"
+    return replace(config, handed_out=True), why
 
 
 def padded_head_dim(head_dim: int) -> int:

@@ -662,7 +662,7 @@ class MmaOps:
             unlooked = unlooked & self.cap.trusts_near
         if self.config.foresees:
             noted = self.worker_tiles.noted(self.local_warpgroup)
-            unlooked = unlooked & (noted < self.worker_tiles.schedule.wave(tile.index))
+            unlooked = unlooked & (noted < self.worker_tiles.wave(tile))
         return unlooked
 
     def _note_outgrown(self, tile):

@@ -29,6 +29,7 @@ class ForwardRoles:
                 v_slot = v_producer.acquire_and_advance()
                 ops.load_v(tile, n_block + 1, v_slot)
                 v_slot.commit()
+            tile = tiles.ask(tile)  # for the next one; the answer comes while a slot is waited for
             v_slot = v_producer.acquire_and_advance()
             ops.load_v(tile, 0, v_slot)
             v_slot.commit()

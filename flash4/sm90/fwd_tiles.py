@@ -5,22 +5,19 @@ from dataclasses import dataclass, fields, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
+from cutlass.cutlass_dsl import T
 
+from flash4.common.dsl import inline_ptx
 from flash4.common.geometry import imax
 from flash4.common.graph import WARP
-from flash4.common.handout import NOTHING, find
+from flash4.common.handout import NOTHING, DenseEntry, find
 from flash4.common.tiles import TileSchedule
 from flash4.common.varlen import Entry
-from flash4.sm90.fwd_config import MARKS, OUTGROWN, PASSES, TILE_SLOTS, ForwardConfig
+from flash4.sm90.fwd_config import MARKS, NOTES, OUTGROWN, PASSES, TILE_SLOTS, ForwardConfig
 
 BARRIER_PASS = 10  # named barrier: all roles have been through all tiles
-ENTRY = tuple(field.name for field in fields(Entry))
 LANES_AT_A_TIME = 4  # more take more registers
-KIND = ENTRY.index("kind")
-MARK = len(
-    ENTRY
-)  # first of a slot's words that say, pass by pass, whether its tile is worked on again
 
 
 @dataclass(frozen=True)
@@ -38,6 +35,10 @@ class Tiles:
     def first(self):
         """Return the worker's first tile."""
         return replace(self.schedule.first(), again=Int32(0))
+
+    def ask(self, tile):
+        """See ``TileSchedule.ask``."""
+        return tile
 
     def next(self, tile):
         """Return the tile after ``tile``."""
@@ -83,6 +84,10 @@ class Tiles:
         """Have a tile worked on in a later pass, and perhaps some others."""
         self.marks[(again - 1) * (MARKS + 1) + self.schedule.wave(tile.index) % MARKS] = 1
         self.marks[again * (MARKS + 1) - 1] = 1
+
+    def wave(self, tile):
+        """How many tiles the worker had before."""
+        return self.schedule.wave(tile.index)
 
     def note_outgrown(self, tile, warpgroup):
         """Remember that a tile outgrew its shift, for the next of this warpgroup of the CTA."""
@@ -138,7 +143,11 @@ class Warp:
 
 @dataclass(frozen=True)
 class TileSlots:
-    """The ring of tiles: slots, their barriers, and the counter that tells a CTA's next tile."""
+    """The ring of tiles: slots, their barriers, and the counter that tells a CTA's next tile.
+
+    A slot has a word for each field of an entry, then for each pass but the first one that says whether the slot's tile
+    is worked on again.
+    """
 
     words: cute.Tensor  # (TILE_WORDS, TILE_SLOTS) int32 in shared memory
     full: cute.Pointer
@@ -147,6 +156,13 @@ class TileSlots:
     worker: Int32
     workers: Int32
     lane: Int32  # in the warp
+
+    entry = Entry  # what a slot holds
+
+    @property
+    def names(self):
+        """Fields of what a slot holds, in the order of its words."""
+        return tuple(field.name for field in fields(self.entry))
 
     @property
     def count(self):
@@ -180,17 +196,17 @@ class TileSlots:
         """Fill a slot; by a whole warp."""
         slot = number % self.count
         cute.arch.sync_warp()  # all lanes have read what was there
-        for i, name in enumerate(ENTRY):
+        for i, name in enumerate(self.names):
             self.words[i, slot] = Int32(getattr(entry, name))
         for again in range(PASSES):
-            self.words[MARK + again, slot] = Int32(0)
+            self.words[len(self.names) + again, slot] = Int32(0)
         self._arrive(self.full + slot)
 
     def post_nothing(self, number):
         """Fill a slot with nothing to do; by a whole warp. What it held was not marked."""
         slot = number % self.count
         cute.arch.sync_warp()
-        self.words[KIND, slot] = Int32(NOTHING)
+        self.words[self.names.index("kind"), slot] = Int32(NOTHING)
         self._arrive(self.full + slot)
 
     def release(self, number):
@@ -203,10 +219,10 @@ class TileSlots:
         if self.lane == 0:
             cute.arch.mbarrier_arrive(barrier)
 
-    def read(self, number) -> Entry:
+    def read(self, number):
         """What a slot holds."""
         slot = number % self.count
-        return Entry(*(self.words[i, slot] for i in range(MARK)))
+        return self.entry(*(self.words[i, slot] for i in range(len(self.names))))
 
     def kind(self, number):
         """Kind of what a slot holds."""
@@ -218,14 +234,19 @@ class TileSlots:
 
     def marked(self, number):
         """(sequence, number in it, pass) of the tile that a slot held; pass 0 if it need not be worked on again."""
-        entry, slot, again = self.read(number), number % self.count, Int32(0)
+        entry = self.read(number)
+        return entry.index, entry.within, self._marked_pass(number)
+
+    def _marked_pass(self, number):
+        slot, again = number % self.count, Int32(0)
         for later in range(1, PASSES + 1):
-            again = cutlass.select_(self.words[MARK + later - 1, slot] != 0, Int32(later), again)
-        return entry.index, entry.within, again
+            word = self.words[len(self.names) + later - 1, slot]
+            again = cutlass.select_(word != 0, Int32(later), again)
+        return again
 
     def mark(self, number, again: int):
         """Mark a slot's tile for a later pass; whoever else does writes the same."""
-        self.words[MARK + again - 1, number % self.count] = Int32(1)
+        self.words[len(self.names) + again - 1, number % self.count] = Int32(1)
 
     @cute.jit
     def draw(self, number):
@@ -243,3 +264,47 @@ class TileSlots:
     def wait_stores(self):
         """Wait until this thread's stores are there."""
         cute.arch.cp_async_bulk_wait_group(0)
+
+
+def count_up(counter, last):
+    """Atomic: add 1 to a counter in global memory, or set it to 0 if it is ``last``; return what it was.
+
+    Not an addition, as ptxas would collect those of a warp, and wait for the sum at once.
+    """
+    address = Int64(counter.iterator.toint())
+    text = "atom.global.inc.u32 $0, [$1], $2;"
+    return Int32(inline_ptx(T.i32(), "=r,l,r", text, address, Int32(last), side_effects=True))
+
+
+@dataclass(frozen=True)
+class DenseSlots(TileSlots):
+    """The ring of tiles of a dense call, (DENSE_WORDS, TILE_SLOTS) words. Its counter is zero again after the launch."""
+
+    answers: Int32 = None  # how often all workers together ask the counter
+    notes: cute.Tensor = None  # (NOTES,) int32 in shared memory; see ``handout.DenseViews``
+
+    entry = DenseEntry
+
+    @cute.jit
+    def open(self, thread, arrivals: cutlass.Constexpr):
+        """As ``TileSlots.open``; no warpgroup has noted anything."""
+        TileSlots.open(self, thread, arrivals)
+        if thread < NOTES:
+            self.notes[thread] = -1
+
+    def marked(self, number):
+        """(index, pass) of the tile that a slot held; pass 0 if it need not be worked on again."""
+        return self.read(number).index, self._marked_pass(number)
+
+    @cute.jit
+    def ask(self):
+        """Ask the counter; lane 0 gets its answer, and waits for it when it is used. The last answer leaves it at 0."""
+        answer = Int32(0)
+        if self.lane == 0:
+            answer = count_up(self.counter, self.answers - 1)
+        return answer
+
+    def answered(self, number, answer):
+        """Index of this worker's next tile; behind the last when none is left, which a worker may be told once."""
+        answer = cute.arch.shuffle_sync(answer, 0)
+        return cutlass.select_(number > 0, answer + self.workers, self.worker)

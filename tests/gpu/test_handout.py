@@ -1,4 +1,4 @@
-"""Tiles of sequences that a counter hands out: the same bits in every run, from several streams and graphs at once."""
+"""Tiles that a counter hands out: the same bits in every run, from several streams and graphs at once."""
 
 from itertools import accumulate
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flash4
+from flash4 import ops
 from tests.checks import assert_forward_close
 
 DEVICE = "cuda"
@@ -78,3 +79,90 @@ def test_tiles_of_sequences_that_outgrow_their_shift(head_dim):
     for inputs in ((row, k, v), (*ramped(q, k, 60), v)):
         out, lse = flash4.flash_attn_varlen_func(*inputs, **keywords, return_lse=True)
         assert_forward_close(out, lse, inputs, **keywords)
+
+
+DENSE = (
+    # batch, queries, keys, heads, KV heads, head dims, causal, window
+    (4, 512, 512, 16, 16, 128, True, (None, None)),
+    (2, 2048, 2048, 8, 8, 64, True, (None, None)),
+    (1, 1000, 1300, 6, 2, 128, True, (None, None)),
+    (1, 130, 4000, 3, 3, 192, True, (None, None)),
+    (3, 700, 700, 4, 4, 256, True, (None, None)),
+    (1, 1, 300, 2, 2, 128, True, (None, None)),
+    (2, 900, 900, 8, 8, 64, False, (None, 100)),
+)
+
+
+def draw_dense(case, seed=0):
+    """Random normal q, k and v, and keywords."""
+    batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim, causal, window = case
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    shapes = ((seqlen_q, heads), (seqlen_k, heads_kv), (seqlen_k, heads_kv))
+    q, k, v = (
+        torch.randn(batch, *shape, head_dim, generator=generator, device=DEVICE).bfloat16()
+        for shape in shapes
+    )
+    keywords = dict(causal=causal, window_size=window)
+    assert flash4.explain(q, k, v, **keywords).config.handed_out
+    return q, k, v, keywords
+
+
+@pytest.mark.parametrize("case", DENSE, ids=str)
+def test_dense_calls_give_the_same_bits_in_every_run(case):
+    q, k, v, keywords = draw_dense(case)
+    out, lse = flash4.flash_attn_func(q, k, v, **keywords, return_lse=True)
+    assert_forward_close(out, lse, (q, k, v), **keywords)
+    for _ in range(50):
+        again, lse_again = flash4.flash_attn_func(q, k, v, **keywords, return_lse=True)
+        assert torch.equal(out, again) and torch.equal(lse, lse_again)
+    assert int(ops.reset_counter(q.device)) == 0, "the kernel leaves its counter at zero"
+
+
+def test_dense_calls_on_several_streams_and_in_graphs():
+    """Launches of one stream follow one another and share a counter; a graph has its own."""
+    calls = [draw_dense(DENSE[i % 2], seed=i) for i in range(4)]
+    expected = [flash4.flash_attn_func(*call[:3], **call[3]) for call in calls]
+    torch.cuda.synchronize()
+    streams, graphs, results = [torch.cuda.Stream() for _ in calls], [], []
+    for q, k, v, keywords in calls[:2]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results.append([flash4.flash_attn_func(q, k, v, **keywords) for _ in range(2)])
+        graphs.append(graph)
+    torch.cuda.synchronize()
+    eager = []
+    for _ in range(20):
+        for stream, graph in zip(streams, graphs):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        for stream, (q, k, v, keywords), wanted in zip(streams, calls, expected):
+            with torch.cuda.stream(stream):
+                eager.append((flash4.flash_attn_func(q, k, v, **keywords), wanted))
+    torch.cuda.synchronize()
+    assert all(torch.equal(found, wanted) for found, wanted in eager)
+    for wanted, pair in zip(expected, results):
+        assert all(torch.equal(found, wanted) for found in pair)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dense_tiles_that_outgrow_their_shift(head_dim):
+    """None of random inputs, one of one row, most of a ramp; exact each time."""
+    q, k, v, keywords = draw_dense((2, 2048, 2048, 8, 8, head_dim, True, (None, None)))
+    assert flash4.redone_tiles(q, k, v, **keywords).redone == 0
+    row = q.clone()
+    row[1, 2000, 5] = k[1, 5, 5] * 40
+    assert flash4.redone_tiles(row, k, v, **keywords).redone == 1
+    steep_q, steep_k = q.clone(), k.clone()
+    steep_q[..., 0] = 16.0
+    steep_k[..., 0] = torch.linspace(3000, 0, 2048, device=DEVICE)[None, :, None]
+    gentle_k = k.clone()
+    gentle_k[..., 0] = torch.linspace(60, 0, 2048, device=DEVICE)[None, :, None]
+    assert flash4.redone_tiles(steep_q, steep_k, v, **keywords).redone > 0
+    for inputs in ((row, k, v), (steep_q, steep_k, v), (steep_q, gentle_k, v)):
+        out, lse = flash4.flash_attn_func(*inputs, **keywords, return_lse=True)
+        if inputs[1] is not steep_k:
+            assert_forward_close(out, lse, inputs, **keywords)
+        for _ in range(10):  # which tiles are foreseen depends on who got them, bits do not
+            again = flash4.flash_attn_func(*inputs, **keywords)
+            assert torch.equal(out, again)
+    assert int(ops.reset_counter(q.device)) == 0

@@ -50,7 +50,8 @@ class Launch:
         config = self.config
         numbers = dict(zip(config.numbers, self.numbers, strict=True))
         optional = dict(zip(config.optional_tensors, self.tensors[5:], strict=True))
-        assert optional.pop("next_tile", torch.zeros(1)).tolist() == [0]
+        for name in (ops.NEXT_TILE, ops.RESET_COUNTER):
+            assert optional.pop(name, torch.zeros(1)).tolist() == [0]
         scale, cap = numbers["scale"], 0.0
         if config.softcap:
             scale, cap = scale * numbers["cap_scale"], scale
@@ -111,6 +112,7 @@ def stand_in_gpu(run=run_reference):
             (torch.cuda, "device", lambda device: contextlib.nullcontext()),
             (torch.cuda, "current_device", lambda: None),
             (ops, "device_facts", lambda index: ("sm_90a", WORKERS)),
+            (ops, "reset_counter", lambda device: torch.zeros(1, dtype=torch.int32)),
             (ops, "_launches", {}),
             (ops.CACHE, "get", get),
         ):
@@ -198,8 +200,10 @@ def test_plans_of_random_problems(problem):
         with pytest.raises(ValueError, match="GPU"):
             plan.schedule(WORKERS, *sides)
     else:
-        workers = WORKERS // config.cluster
-        assert plan.schedule(WORKERS, *sides).step == min(workers, grid.total)
+        used, most = plan.multiprocessors_of(WORKERS), WORKERS // config.cluster
+        assert plan.schedule(WORKERS, *sides).step == min(used // config.cluster, grid.total)
+        assert math.ceil(grid.total / (used // config.cluster)) == math.ceil(grid.total / most)
+        assert used == WORKERS or dispatch.tiles_are_equal(problem)
     assert plan.reasons and all("runs on" in reason for _, reason in plan.rejected)
 
 
@@ -575,7 +579,10 @@ def test_calls_that_differ_are_never_taken_for_one_another():
             flash4.flash_attn_func(q, kv, kv, **options)
             plan, launch = flash4.explain(q, kv, kv, **options), launches[-1]
             assert launch.config == plan.config
-            assert (launch.section, launch.workers) == (plan.section, WORKERS)
+            assert (launch.section, launch.workers) == (
+                plan.section,
+                plan.multiprocessors_of(WORKERS),
+            )
             assert launch.scale == (options.get("softcap") or abs(options["softmax_scale"]))
     assert len(launches) == 2 * len(calls)
 

@@ -141,6 +141,9 @@ def run(case: Case, seed: int = 0):
 
 def test_the_configs_cover_what_can_differ():
     configs = [config for config, *_ in CONFIGS]
+    assert {(config.handed_out, config.fixed_shift) for config in configs} == {
+        *product((False, True), (False, True))
+    }
     assert {config.mma_warpgroups for config in configs} == {1, 2, 3, 4}
     assert {config.o_borrows_q for config in configs} == {False, True}
     assert {config.skip for config in configs} == {False, True}
@@ -374,12 +377,25 @@ SMALL = [small for small in SMALL if CONFIGS[small[0]][0].cluster == 1]
 def test_every_order_of_a_small_problem(index, seqlen_k):
     """Narrow heads and short blocks: the schedule is that of the config, the numbers are few."""
     config = replace(CONFIGS[index][0], tile_n=16)
+    if config.mma_warpgroups > 2:  # there are too many orders of handing out
+        config = replace(config, handed_out=False)
     case = Case(config, 8, 8, seqlen_q=config.tile_q, seqlen_k=seqlen_k)
     arrays = [x.float().numpy() for x in case.tensors()]
     for machine, _ in forward_machines(config, arrays, 0.1, workers=1, seed=0):
         machine.run()
         found = explore(machine)
         assert found.steps > found.states > len(machine.tasks)
+
+
+@pytest.mark.parametrize("fixed_shift", [False, True])
+@pytest.mark.parametrize("tile_m", [64, 128])
+def test_every_order_in_which_two_tiles_are_told(tile_m, fixed_shift):
+    config = ForwardConfig(True, 8, 8, tile_m, 16, True, fixed_shift=fixed_shift, handed_out=True)
+    case = Case(config, 8, 8, seqlen_q=2 * tile_m, seqlen_k=16)
+    arrays = [x.float().numpy() for x in case.tensors()]
+    ((machine, _),) = forward_machines(config, arrays, 0.1, workers=1, seed=0)
+    machine.run()
+    assert explore(machine).states > 100
 
 
 def test_every_order_of_two_ctas_with_one_slot():

@@ -198,8 +198,11 @@ def test_tiles_that_are_given_back_wrongly_are_reported(kind, story):
 
 
 def test_only_a_kernel_that_is_asked_to_count_has_the_instruction_for_it():
-    config = shipped(64, 64, True)
-    for asked, atomics in ((config, 0), (config.counted, 1)):
+    """A kernel that hands tiles out has another."""
+    config, handed_out = (shipped(64, 64, causal) for causal in (False, True))
+    assert (config.handed_out, handed_out.handed_out) == (False, True)
+    kinds = ((config, 0), (config.counted, 1), (handed_out, 1), (handed_out.counted, 2))
+    for asked, atomics in kinds:
         with tempfile.TemporaryDirectory() as folder:
             compile_kernel("flash4.sm90.fwd:ForwardSm90", asked, "sm_90a", folder)
             (cubin,) = Path(folder).glob("*.cubin")
