@@ -2,9 +2,11 @@
 
 import types
 
+import cutlass.cute as cute
+from cutlass import Int64
 from cutlass._mlir import ir
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
+from cutlass._mlir.dialects import builtin, llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 
 def plain(role):
@@ -83,3 +85,20 @@ def _operations_around(block):
         yield op
         parent = getattr(op, "parent", None)  # a function has a module, which has none
         op = None if parent is None else _operation(parent)
+
+
+def descriptor_of(fragment) -> Int64:
+    """First of the shared-memory descriptors that a fragment of a WGMMA operand is a view of.
+
+    Args:
+        fragment: what ``make_fragment_A`` or ``make_fragment_B`` returns.
+    """
+    cast = builtin.UnrealizedConversionCastOp([T.i64()], [fragment.iterator])
+    return Int64(cast.results[0])
+
+
+def with_descriptor(fragment, descriptor):
+    """Return a fragment's view with another first descriptor, an Int64."""
+    kind = fragment.iterator.type
+    cast = builtin.UnrealizedConversionCastOp([kind], [descriptor.ir_value()])
+    return cute.make_tensor(cast.results[0], fragment.layout)

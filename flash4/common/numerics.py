@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass.cutlass_dsl import T
 
 from flash4.common.dsl import inline_ptx
@@ -45,10 +45,9 @@ def opaque(x):
     return Int32(inline_ptx(T.i32(), "=r,r", "mov.b32 $0, $1;", Int32(x), side_effects=True))
 
 
-def low_bits(count):
-    """An int32 with the lowest ``count`` bits set, for 0 to 32."""
-    text = "{ .reg .b32 t; shl.b32 t, -1, $1; not.b32 $0, t; }"
-    return Int32(inline_ptx(T.i32(), "=r,r", text, Int32(count)))
+def kept(x):
+    """Return an Int64 through a move that the compiler cannot see through, but may take out of a loop."""
+    return Int64(inline_ptx(T.i64(), "=l,l", "mov.b64 $0, $1;", Int64(x)))
 
 
 def max3_int(a, b, c):
@@ -198,3 +197,22 @@ def settle(x: Float32):
     """
     if cute.arch.vote_any_sync(x < 0.0):
         inline_ptx(None, "", "nanosleep.u32 20;", side_effects=True)
+
+
+class Divisor:
+    """A positive number of the launch that integers from 0 on are divided by, with a multiplication and a shift.
+
+    What that takes is worked out on the host.
+    """
+
+    def __init__(self, number, made=None):
+        self.made = cute.fast_divmod_create_divisor_v2(number) if made is None else made
+
+    def __rfloordiv__(self, x):
+        return Int32(x // self.made)
+
+    def __extract_mlir_values__(self):
+        return self.made.__extract_mlir_values__()
+
+    def __new_from_mlir_values__(self, values):
+        return Divisor(None, self.made.__new_from_mlir_values__(values))

@@ -5,11 +5,11 @@ One tile is ``tile_q`` queries of one head, or of one group of query heads that 
 """
 
 import heapq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from flash4.common.geometry import KvBlocks, ceil_div, imax, imin
+from flash4.common.geometry import KvBlocks, ceil_div, choose, imax
 
 ENDS_KEYS = 192  # prologue and store of a tile take about as long as so many keys; measured
 
@@ -95,6 +95,39 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class Divisors:
+    """What a tile index is divided by on its way to a tile: numbers, or what a kernel divides by in fewer instructions.
+
+    Attributes:
+        tiles: of a section.
+        heads: of a section.
+        last_heads: of the last section, if it has fewer.
+        groups: as in ``Grid``.
+        heads_kv: as in ``Grid``.
+        step: number of workers.
+    """
+
+    tiles: object
+    heads: object
+    last_heads: object
+    groups: object
+    heads_kv: object
+    step: object
+
+    @staticmethod
+    def of(grid: Grid, section, step) -> "Divisors":
+        """Derive them from a schedule's parts."""
+        rest = grid.head_count - grid.head_count // section * section
+        return Divisors(
+            section * grid.m_blocks, section, imax(rest, 1), grid.groups, grid.heads_kv, step
+        )
+
+    def each(self, change) -> "Divisors":
+        """Change each of them."""
+        return Divisors(*(change(getattr(self, field.name)) for field in fields(self)))
+
+
+@dataclass(frozen=True)
 class TileSchedule:
     """Static persistent order: worker ``start`` of ``step`` takes one tile of every wave of ``step`` tiles.
 
@@ -111,6 +144,7 @@ class TileSchedule:
         step: number of workers.
         seqlen_q: queries per sequence.
         seqlen_k: keys per sequence.
+        divisors: of the other fields, where a kernel has prepared them.
     """
 
     blocks: KvBlocks
@@ -120,6 +154,13 @@ class TileSchedule:
     step: object
     seqlen_q: object
     seqlen_k: object
+    divisors: object = None
+
+    @property
+    def _by(self) -> Divisors:
+        if self.divisors is None:
+            return Divisors.of(self.grid, self.section, self.step)
+        return self.divisors
 
     def lengths(self, tile):
         """(queries, keys) of a tile's sequence."""
@@ -149,7 +190,7 @@ class TileSchedule:
 
     def wave(self, index):
         """Wave of a tile index: how many tiles the worker had before."""
-        return index // self.step
+        return index // self._by.step
 
     def next_index(self, index):
         """Index of the worker's tile in the wave after that of ``index``."""
@@ -161,18 +202,18 @@ class TileSchedule:
 
     def at(self, index):
         """Decode a tile index."""
-        grid = self.grid
-        tiles_per_section = self.section * grid.m_blocks
-        section = index // tiles_per_section
-        within = index - section * tiles_per_section
-        # At least one head, so that the index behind the last tile decodes too (to a place outside the tensors).
-        heads = imax(imin(self.section, grid.head_count - section * self.section), 1)
-        m_block = within // heads
-        head = section * self.section + within - m_block * heads
+        grid, by = self.grid, self._by
+        section = index // by.tiles
+        within = index - section * (self.section * grid.m_blocks)
+        # The index behind the last tile decodes too, to a place outside the tensors.
+        left = grid.head_count - section * self.section
+        is_last = left < self.section
+        m_block = choose(is_last, within // by.last_heads, within // by.heads)
+        head = section * self.section + within - m_block * choose(is_last, imax(left, 1), self.section)
         if self.descends:
             m_block = grid.m_blocks - 1 - m_block
-        head_of_all = head // grid.groups
-        batch = head_of_all // grid.heads_kv
+        head_of_all = head // by.groups
+        batch = head_of_all // by.heads_kv
         return Tile(
             index=index,
             valid=index < grid.total,

@@ -38,6 +38,7 @@ DROPPED = {
 UNWAITED = {
     "acquire_and_advance",
     "wait_and_advance",
+    "wait_beside",
 }  # dropped, they still move on to the next slot
 SYNCHRONISES = DROPPED | UNWAITED
 SEEDS = 3

@@ -137,6 +137,7 @@ class Slot:
 
     ring: Ring
     index: int
+    use: int = 0  # how often the slot was full before
     released: object = None
 
     @property
@@ -179,15 +180,35 @@ class End:
 
     def __init__(self, ring: Ring, miscount: int = 0):
         self._ring, self._uses, self._stages = ring, 0, ring.spec.stages + miscount
+        self._looked = None  # (slot, use) that was looked at last, and whether it was full
 
-    def _advance(self, barriers: list[Barrier] | None, lag: int = 0) -> Slot:
+    def _next(self) -> tuple[int, int]:
+        """(slot, how often it was used before)."""
         use, index = divmod(self._uses, self._stages)
-        self._uses += 1
         if index >= self._ring.spec.stages:
             raise Hazard(f"{self._ring.spec.name}: slot {index} of {self._ring.spec.stages}")
+        return index, use
+
+    def _advance(self, barriers: list[Barrier] | None, lag: int = 0) -> Slot:
+        index, use = self._next()
+        self._uses += 1
         if barriers is not None:
-            barriers[index].wait(use - lag)
-        return Slot(self._ring, index)
+            self._wait(barriers[index], index, use - lag)
+        return Slot(self._ring, index, use)
+
+    def _wait(self, barrier: Barrier, index: int, use: int):
+        """Wait, unless a look has shown that this need not be; the simulator's waits have no such short cut."""
+        looked, self._looked = self._looked, None
+        if looked is not None and looked[0] != (index, use):
+            self._ring.machine.report(
+                f"{self._ring.spec.name}: {self._ring.machine.actor.name} waits for slot {index}, use {use}, but "
+                f"looked whether slot {looked[0][0]} is full for use {looked[0][1]}"
+            )
+        if looked is None or not self._ring.machine.looks_spare_waits or not looked[1]:
+            barrier.wait(use)
+
+    def _look(self, index: int, use: int):
+        self._looked = (index, use), self._ring.full[index].look(use)
 
     def acquire_and_advance(self) -> Slot:
         """Producer: wait until the next slot is empty, as all are at first."""
@@ -197,9 +218,18 @@ class End:
         """Consumer: wait until the next slot is full."""
         return self._advance(self._ring.full)
 
-    def advance_unwaited(self) -> Slot:
+    def wait_beside(self, slot: Slot) -> Slot:
+        """Consumer: wait until the slot is full that has the number of another ring's, for as many-th a time."""
+        self._wait(self._ring.full[slot.index], slot.index, slot.use)
+        return Slot(self._ring, slot.index, slot.use)
+
+    def look_ahead(self, slot: Slot | None = None):
+        """Consumer: look whether the next slot is full already, or the one beside another ring's."""
+        self._look(*(self._next() if slot is None else (slot.index, slot.use)))
+
+    def advance_unwaited(self, slot: Slot | None = None) -> Slot:
         """What a role does that forgets to wait."""
-        return self._advance(None)
+        return self._advance(None) if slot is None else Slot(self._ring, slot.index, slot.use)
 
 
 class Turn:

@@ -30,8 +30,8 @@ from cutlass.tensor_utils import LayoutEnum
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.handout import GivenDense, GivenTiles, ToldDense, ToldTiles
 from flash4.common.mods import AUX, decode_aux
-from flash4.common.numerics import LOG2E, Cap, opaque
-from flash4.common.tiles import Grid, TileSchedule, workers_of
+from flash4.common.numerics import LOG2E, Cap, Divisor, opaque
+from flash4.common.tiles import Divisors, Grid, TileSchedule, workers_of
 from flash4.common.tma_views import (
     packed_view,
     permuted_view,
@@ -52,6 +52,7 @@ from flash4.sm90.fwd_config import (
     TILE_WORDS,
     ForwardConfig,
 )
+from flash4.sm90.fwd_ends import RingOperand, open_consumers
 from flash4.sm90.fwd_ops import LoadOps, MmaOps, Operand, Turn, element, make_row_state, meet
 from flash4.sm90.fwd_roles import ForwardRoles
 from flash4.sm90.fwd_tiles import DenseSlots, Tiles, TileSlots
@@ -224,10 +225,12 @@ class ForwardSm90:
             sequences=self._sequences(q, k, optional) if c.varlen else None,
             v_rows_of_entry=rows_of_entry(v) if c.v_is_ragged else None,
         )
+        workers = cutlass.min(total, workers_of(workers, c.cluster))
+        order = (section, None if c.varlen else Divisors.of(grid, section, workers).each(Divisor))
         self.kernel(
-            (mma_qk, mma_pv), operands, run_time, grid, section, (q.shape[1], k.shape[1])
+            (mma_qk, mma_pv), operands, run_time, grid, order, (q.shape[1], k.shape[1])
         ).launch(
-            grid=(cutlass.min(total, workers_of(workers, c.cluster)) * c.cluster, 1, 1),
+            grid=(workers * c.cluster, 1, 1),
             cluster=(c.cluster, 1, 1),
             block=(self.graph.threads, 1, 1),
             stream=stream,
@@ -304,11 +307,11 @@ class ForwardSm90:
         operands: tuple,
         run_time: RunTime,
         grid: Grid,
-        section: Int32,
+        order: tuple,
         seqlens: tuple,
     ):
         """Allocate, open the rings, and send every warp to its role."""
-        c = self.config
+        c, (section, divisors) = self.config, order
         thread, _, _ = cute.arch.thread_idx()
         worker, _, _ = cute.arch.block_idx()
         workers, _, _ = cute.arch.grid_dim()
@@ -331,9 +334,13 @@ class ForwardSm90:
                 marks[thread] = cutlass.select_(thread < OUTGROWN, Int32(0), Int32(-1))
         # Opaque: ptxas would read the lane id anew for every release in the loop.
         lane = opaque(thread)
-        q_producer, q_consumer = self._open_ring(smem, "q", lane)
-        k_producer, k_consumer = self._open_ring(smem, "k", lane)
-        v_producer, v_consumer = self._open_ring(smem, "v", lane)
+        q_producer, q_consumer = self._open_ring(
+            smem.allocate_array(cutlass.Int64, 2 * c.q_stages), "q", lane
+        )
+        barriers = smem.allocate_array(cutlass.Int64, 4 * c.stages)
+        k_producer, _ = self._open_ring(barriers, "k", lane)
+        v_producer, _ = self._open_ring(barriers + 2 * c.stages, "v", lane)
+        k_consumer, v_consumer = open_consumers(barriers, c.stages, c.cluster, lane)
         slots = None
         if cutlass.const_expr(c.hands_out):
             who = (worker, workers, lane % WARP)
@@ -349,7 +356,7 @@ class ForwardSm90:
             tiles = GivenTiles(schedule, slots, c.fixed_shift)
             mma_tiles = ToldTiles(schedule, slots, c.fixed_shift)
         else:
-            schedule = TileSchedule(blocks, grid, section, worker, workers, *seqlens)
+            schedule = TileSchedule(blocks, grid, section, worker, workers, *seqlens, divisors)
             tiles = mma_tiles = Tiles(c, schedule, marks)
             if cutlass.const_expr(c.handed_out):
                 tiles = GivenDense(schedule, slots, c.fixed_shift)
@@ -365,9 +372,9 @@ class ForwardSm90:
             cute.arch.setmaxregister_increase(mma.registers)
             mine = group - mma.warpgroups.start
             smem_tensors = (sQ, sK, sV, sO[None, None, mine])
-            place = (thread % WARPGROUP, mine, rank)
+            place = (thread % WARPGROUP, mine, rank, k_consumer.barriers)
             ops = self._mma_ops(mmas, smem_tensors, operands[3], run_time, mma_tiles, place)
-            turn = Turn(mine, c.mma_warpgroups, c.turns and c.mma_warpgroups > 1)
+            turn = Turn.of(mine, c.mma_warpgroups, c.turns)
             self.roles.mma(ops, mma_tiles, q_consumer, k_consumer, v_consumer, turn)
             meet(c.cluster)
 
@@ -387,11 +394,11 @@ class ForwardSm90:
             tensors.append(cute.make_tensor(pointer, layout.outer))
         return tensors
 
-    def _open_ring(self, smem, name, lane):
-        """Barriers and the producer and consumer ends of the graph's ring ``name``."""
+    def _open_ring(self, barriers, name, lane):
+        """The producer and consumer ends of the graph's ring ``name``, and its barriers at a pointer."""
         ring = self.graph.ring(name)
         ring_ends = pipeline.PipelineTmaAsync.create(
-            barrier_storage=smem.allocate_array(cutlass.Int64, 2 * ring.stages),
+            barrier_storage=barriers,
             num_stages=ring.stages,
             producer_group=pipeline.CooperativeGroup(
                 pipeline.Agent.Thread, ring.producer.active_warps
@@ -440,7 +447,7 @@ class ForwardSm90:
         c = self.config
         mma_qk, mma_pv = mmas
         sQ, sK, sV, sO = smem_tensors
-        thread, warpgroup_index, rank = place
+        thread, warpgroup_index, rank, barriers = place
         scale = -run_time.scale if c.negate else run_time.scale
         scale_log2 = run_time.scale
         if c.changes_scores:
@@ -452,8 +459,8 @@ class ForwardSm90:
             mma_qk=mma_qk,
             mma_pv=mma_pv,
             tSrQ=mma_qk.make_fragment_A(thr_qk.partition_A(sQ)),
-            tSrK=mma_qk.make_fragment_B(thr_qk.partition_B(sK)),
-            tOrV=mma_pv.make_fragment_B(thr_pv.partition_B(sV)),
+            tSrK=RingOperand.of(mma_qk.make_fragment_B(thr_qk.partition_B(sK)), barriers),
+            tOrV=RingOperand.of(mma_pv.make_fragment_B(thr_pv.partition_B(sV)), barriers),
             tOrO=cute.make_rmem_tensor(((2, 2, c.tile_dv // 8), 1, 1), Float32),
             tOrP=cute.make_rmem_tensor(((2, 2, 2), 1, c.tile_n // 16), element(c)),
             state=make_row_state(run_time.cap if c.near_first else None),

@@ -17,6 +17,7 @@ from flash4.common.geometry import imax, imin
 from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E
 from flash4.common.tma_views import WRAP
+from flash4.sm90.fwd_ends import RingOperand, slot_steps
 from flash4.sm90.fwd_config import MMA_ROWS, PASSES, TRUSTED_LOG2, ForwardConfig
 
 # Named barriers; 0 is __syncthreads.
@@ -42,9 +43,17 @@ class Operand:
 class Turn:
     """MMA warpgroups take turns at issuing: warpgroup w waits on its named barrier until w - 1 passes on."""
 
-    warpgroup: Int32
-    count: int
+    is_last: cutlass.Boolean  # of the warpgroups
+    own: Int32  # this warpgroup's barrier
+    following: Int32  # the next one's
     enabled: bool
+
+    @staticmethod
+    def of(warpgroup, count, enabled):
+        """Turns of ``count`` warpgroups; opaque numbers, or they would be worked out in every round."""
+        own = BARRIER_TURN + warpgroup
+        following = cutlass.select_(warpgroup == count - 1, Int32(BARRIER_TURN), own + 1)
+        return Turn(warpgroup == count - 1, numerics.opaque(own), numerics.opaque(following), enabled and count > 1)
 
     def open(self):
         """Let the first warpgroup go."""
@@ -53,25 +62,18 @@ class Turn:
 
     @cute.jit
     def _open(self):
-        if self.warpgroup == self.count - 1:
+        if self.is_last:
             cute.arch.barrier_arrive(barrier_id=BARRIER_TURN, number_of_threads=256)
 
     def wait(self):
         """Wait for this warpgroup's turn."""
         if self.enabled:
-            cute.arch.barrier(barrier_id=BARRIER_TURN + self.warpgroup, number_of_threads=256)
+            cute.arch.barrier(barrier_id=self.own, number_of_threads=256)
 
     def pass_on(self):
         """Give the turn to the next warpgroup."""
         if self.enabled:
-            self._pass_on()
-
-    @cute.jit
-    def _pass_on(self):
-        following = self.warpgroup + 1
-        if following == self.count:
-            following = Int32(0)
-        cute.arch.barrier_arrive(barrier_id=BARRIER_TURN + following, number_of_threads=256)
+            cute.arch.barrier_arrive(barrier_id=self.following, number_of_threads=256)
 
 
 @dataclass(frozen=True)
@@ -149,15 +151,15 @@ def tma_load(atom, gX, sX, slot, share=(0, 1)):
 
 
 def issue_mma(tiled_mma, acc, a, b, accumulate):
-    """Issue acc (+)= a b as one group of WGMMAs, asynchronously.
+    """Issue acc (+)= a b as one group of WGMMAs, asynchronously; a and b are lists of their operands.
 
     The atom is made afresh: setting ACCUMULATE rebinds its value inside the current region only.
     """
     warpgroup.fence()
     atom = cute.make_mma_atom(tiled_mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-    for k in range(cute.size(a.shape[2])):
-        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+    for a_step, b_step in zip(a, b, strict=True):
+        cute.gemm(atom, acc, a_step, b_step, acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
 
@@ -182,10 +184,16 @@ def scale_rows(X, factors):
             X[r, j] = X[r, j] * factors[r]
 
 
-def finish_row(O, r, inverse, empty):
-    """Row ``r`` of O over its row sum. Selected, not multiplied by 0, where empty: O may hold 0 * NaN there."""
+def clear_row(O, r, empty):
+    """0 in row ``r`` of O, if it is empty."""
     for j in range(cute.size(O) // 2):
-        O[r, j] = cutlass.select_(empty, Float32(0.0), O[r, j] * inverse)
+        O[r, j] = cutlass.select_(empty, Float32(0.0), O[r, j])
+
+
+def finish_row(O, r, inverse):
+    """Row ``r`` of O over its row sum."""
+    for j in range(cute.size(O) // 2):
+        O[r, j] = O[r, j] * inverse
 
 
 def all_finite(O, r):
@@ -370,8 +378,8 @@ class MmaOps:
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
     tSrQ: cute.Tensor  # (MMA, MMA_M, MMA_D, q_stages)
-    tSrK: cute.Tensor  # (MMA, MMA_N, MMA_D, stages)
-    tOrV: cute.Tensor  # (MMA, MMA_DV, MMA_N, stages)
+    tSrK: RingOperand  # (MMA, MMA_N, MMA_D, stages)
+    tOrV: RingOperand  # (MMA, MMA_DV, MMA_N, stages)
     tOrO: cute.Tensor  # ((2, 2, tile_dv / 8), 1, 1), float32
     tOrP: cute.Tensor  # ((2, 2, 2), 1, tile_n / 16), 16 bit
     state: RowState
@@ -414,7 +422,10 @@ class MmaOps:
         if self.config.foresees:  # asked before any of the warpgroup notes anything about this tile
             guess = self.worker_tiles.after_outgrown(tile, self.local_warpgroup)
             tile = replace(tile, again=imax(tile.again, guess))
-        return self.config.phases(tile, self.warpgroup, self.tiles)
+        return tuple(
+            replace(phase, begin=numerics.opaque(phase.begin), end=numerics.opaque(phase.end))
+            for phase in self.config.phases(tile, self.warpgroup, self.tiles)
+        )
 
     @property
     def local_warpgroup(self):
@@ -460,15 +471,14 @@ class MmaOps:
         for i in range(cute.size(S)):
             S[i] = numerics.undefined()
         # With one stage a constant spares address arithmetic.
-        tSrQ = self.tSrQ[None, None, None, q_slot.index if self.config.q_stages > 1 else 0]
-        issue_mma(self.mma_qk, S, tSrQ, self.tSrK[None, None, None, k_slot.index], False)
+        tSrQ = slot_steps(self.tSrQ, q_slot.index if self.config.q_stages > 1 else 0)
+        issue_mma(self.mma_qk, S, tSrQ, self.tSrK.steps(k_slot), False)
         return S
 
     def pv(self, v_slot):
         """Issue O += P V."""
-        issue_mma(
-            self.mma_pv, self.tOrO, self.tOrP, self.tOrV[None, None, None, v_slot.index], True
-        )
+        tOrP = [self.tOrP[None, None, k] for k in range(cute.size(self.tOrP.shape[2]))]
+        issue_mma(self.mma_pv, self.tOrO, tOrP, self.tOrV.steps(v_slot), True)
 
     def wait_mma(self, pending):
         """Wait until at most ``pending`` groups of MMAs are in flight."""
@@ -754,7 +764,9 @@ class MmaOps:
                 empty = empty | unused
                 lse = cutlass.select_(unused, -Float32.inf, lse)
             finite = all_finite(O, r) if c.fixed_shift else True
-            finish_row(O, r, inverse, empty)
+            if cute.arch.vote_any_sync(empty):  # few are; O may hold 0 * NaN there
+                clear_row(O, r, empty)
+            finish_row(O, r, cutlass.select_(empty, Float32(0.0), inverse))
             exists = (query < place.stored_q) & (head_in_kv < heads_per_kv)
             if (self.thread % 4 == 0) & exists:
                 mLSE[place.batch_q, head, place.row_q + query] = lse

@@ -47,7 +47,7 @@ class ForwardRoles:
             for _ in range(unseen):
                 k_slot = k_consumer.wait_and_advance()
                 k_slot.release()
-                v_slot = v_consumer.wait_and_advance()
+                v_slot = v_consumer.wait_beside(k_slot)
                 v_slot.release()
             k_slot = k_consumer.wait_and_advance()
             s_first = ops.qk(q_slot, k_slot)  # S = Q K^T, last block
@@ -57,14 +57,17 @@ class ForwardRoles:
             ops.convert_p(s_first)
             for phase in ops.phases(tile):  # masked blocks, then the others: unrolled
                 for i in range(phase.begin, phase.end):
+                    before = k_slot
                     k_slot = k_consumer.wait_and_advance()
                     turn.wait()
                     s = ops.qk(q_slot, k_slot)  # S(i) = Q K^T, counted down
-                    v_slot = v_consumer.wait_and_advance()
+                    v_slot = v_consumer.wait_beside(before)
                     ops.pv(v_slot)  # O += P(i+1) V
                     turn.pass_on()
                     ops.wait_mma(1)  # S(i) is there, O still in flight
                     k_slot.release()
+                    k_consumer.look_ahead()  # the answers come beside the exponentials
+                    v_consumer.look_ahead(k_slot)
                     ops.softmax(tile, tile.n_blocks - 1 - i, s, phase)
                     ops.wait_mma(0)  # O is there; P and V are free
                     v_slot.release()
@@ -72,7 +75,7 @@ class ForwardRoles:
                     ops.rescale_o(phase)
             if not ops.o_borrows_q:
                 q_slot.release()
-            v_slot = v_consumer.wait_and_advance()
+            v_slot = v_consumer.wait_beside(k_slot)
             ops.pv(v_slot)
             ops.wait_mma(0)
             v_slot.release()
@@ -81,7 +84,7 @@ class ForwardRoles:
             ):  # before every key that this warpgroup's rows see
                 k_slot = k_consumer.wait_and_advance()
                 k_slot.release()
-                v_slot = v_consumer.wait_and_advance()
+                v_slot = v_consumer.wait_beside(k_slot)
                 v_slot.release()
             ops.store(tile)  # O / l, LSE
             if ops.o_borrows_q:
