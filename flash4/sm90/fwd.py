@@ -30,7 +30,7 @@ from cutlass.tensor_utils import LayoutEnum
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.handout import GivenDense, GivenTiles, ToldDense, ToldTiles
 from flash4.common.mods import AUX, decode_aux
-from flash4.common.numerics import LOG2E, Cap, Divisor, opaque
+from flash4.common.numerics import LOG2E, Divisor, opaque
 from flash4.common.tiles import Divisors, Grid, TileSchedule, workers_of
 from flash4.common.tma_views import (
     packed_view,
@@ -52,6 +52,7 @@ from flash4.sm90.fwd_config import (
     TILE_WORDS,
     ForwardConfig,
 )
+from flash4.sm90.fwd_cap import Cap
 from flash4.sm90.fwd_ends import RingOperand, open_consumers
 from flash4.sm90.fwd_ops import LoadOps, MmaOps, Operand, Turn, element, make_row_state, meet
 from flash4.sm90.fwd_roles import ForwardRoles
@@ -141,7 +142,7 @@ class ForwardSm90:
         }
         optional |= {f"{AUX}{i}": self._fake_aux(*kind) for i, kind in enumerate(decode_aux(c.aux))}
         tensors += tuple(optional[name] for name in self.config.optional_tensors)
-        types = {"scale": Float32, "cap_scale": Float32, "left": Int32, "right": Int32}
+        types = {"scale": Float32, "cap_scale": Float32, "left": Int32, "right": Int32, "cap_root": Float32}
         numbers = tuple(types[name](1) for name in self.config.numbers)
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
         return (tensors, numbers, Int32(1), Int32(1), stream)
@@ -214,7 +215,7 @@ class ForwardSm90:
         run_time = RunTime(
             lse=lse,
             scale=scale,
-            cap=self._cap(numbers["cap_scale"], scale) if c.softcap else None,
+            cap=self._cap(numbers, scale) if c.softcap else None,
             left=numbers.get("left"),
             right=numbers.get("right"),
             sink=optional.get("sink"),
@@ -237,9 +238,10 @@ class ForwardSm90:
             min_blocks_per_mp=1,
         )
 
-    def _cap(self, cap_scale, scale):
+    def _cap(self, numbers, scale):
         """The cap of scores; a negative scale is that of what is within."""
-        return Cap.of(-cap_scale if self.config.negate else cap_scale, scale)
+        inner = -numbers["cap_scale"] if self.config.negate else numbers["cap_scale"]
+        return Cap.of(inner, scale, numbers["cap_root"], 1.0 if self.config.natural else LOG2E)
 
     def _aux(self, optional):
         """Tensors that mods read, or None."""
@@ -467,7 +469,6 @@ class ForwardSm90:
             tiles=tiles if c.varlen else tiles.schedule,
             worker_tiles=tiles,
             cap=run_time.cap,
-            near_factors=run_time.cap.factors_of_near() if c.cap_way >= 10 else None,
             scale=scale,
             scale_log2=scale_log2,
             inv_scale_log2=self._inverse(scale_log2),

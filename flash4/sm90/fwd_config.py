@@ -112,7 +112,10 @@ class ForwardConfig:
     cluster: int = 1
     handed_out: bool = False
     cap_way: int = 0
-    mask_way: int = 0
+    cap_parts: int = 1
+    cap_exact: int = 0
+    cap_sticky: bool = False
+    cap_floor: bool = False
 
     def __post_init__(self):
         if self.tile_m % MMA_ROWS or not 1 <= self.tile_warpgroups <= 4 * self.cluster:
@@ -261,7 +264,7 @@ class ForwardConfig:
 
         ``scale`` is the factor of a score, or the cap; ``cap_scale`` the factor of a score within the cap.
         """
-        given = {"cap_scale": self.softcap, "left": self.left, "right": self.right}
+        given = {"cap_scale": self.softcap, "left": self.left, "right": self.right, "cap_root": self.softcap}
         return ("scale", *(name for name, present in given.items() if present))
 
     @property

@@ -17,6 +17,7 @@ from flash4.common.geometry import imax, imin
 from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E
 from flash4.common.tma_views import WRAP
+from flash4.sm90.fwd_cap import near_block
 from flash4.sm90.fwd_ends import RingOperand, slot_steps
 from flash4.sm90.fwd_config import MMA_ROWS, PASSES, TRUSTED_LOG2, ForwardConfig
 
@@ -218,6 +219,8 @@ class RowState:
     near_top: object = None  # largest capped score that the near polynomial is for
     near_limit: object = None  # P of that
     peak: object = None
+    exact: object = None
+    floor: object = None
 
 
 def make_row_state(cap=None):
@@ -226,7 +229,8 @@ def make_row_state(cap=None):
     if cap is None:
         return RowState(*tensors)
     limit, peak = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
-    return RowState(*tensors, cap.near_top, limit, peak)
+    exact = cute.make_rmem_tensor(1, Int32)
+    return RowState(*tensors, cap.near_top, limit, peak, exact, cap.floor)
 
 
 def move_shift(state, r, row_max, scales_log2, growth_log2):
@@ -242,8 +246,6 @@ def move_shift(state, r, row_max, scales_log2, growth_log2):
     finite = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
     state.shift_log2[r] = new
     state.limit[r] = (new + growth_log2) * inv_scale_log2
-    if state.near_top is not None:
-        state.near_limit[r] = cute.math.exp2(state.near_top - new, fastmath=True)
     state.correction[r] = cute.math.exp2(old - finite, fastmath=True)
     state.total[r] = state.total[r] * state.correction[r]
 
@@ -259,12 +261,14 @@ def with_sink(shift_log2, total, sink):
     return lse, shrink * cute.arch.rcp_approx(total)
 
 
-def move_shifts(S, state, scales_log2, growth_log2):
+def move_shifts(S, state, scales_log2, growth_log2, floor=None):
     """Exact row maxima over the four threads that share a row, then ``move_shift``."""
     for r in range(2):
         row_max = cute.arch.warp_reduction_max(
             numerics.max_float(row_values(S, r)), threads_in_group=4
         )
+        if floor is not None:
+            row_max = cute.arch.fmax(row_max, floor)
         move_shift(state, r, row_max, scales_log2, growth_log2)
 
 
@@ -333,27 +337,6 @@ def cap_scores(S: cute.Tensor, cap, addends, ways: cutlass.Constexpr):
         replace_scores(S, cap.of_near, addends)
 
 
-def replace_by_squares(S, squares, cap, addends):
-    """S = the near polynomial of S, whose squares are given."""
-    columns = len(squares) // 2
-    for r in range(2):
-        for j in range(columns):
-            S[r, j] = cap.of_near_square(S[r, j], squares[r * columns + j], addends[r].at(j))
-
-
-@cute.jit
-def cap_by_squares(S: cute.Tensor, cap, addends):
-    """As ``cap_scores``, with a vote on the squares, which the near polynomial needs anyway."""
-    scores = row_values(S, 0) + row_values(S, 1)
-    squares = [s * s for s in scores]
-    end = cap.near_end * cap.near_end
-    bits = cutlass.select_(cap.near_end < 0.0, Int32(-1), numerics.float_bits(end))
-    if cute.arch.vote_any_sync(numerics.max_bits(squares) > bits):
-        replace_scores(S, cap.of_any, addends)
-    else:
-        replace_by_squares(S, squares, cap, addends)
-
-
 @cute.jit
 def cap_large_scores(S: cute.Tensor, cap, addends, used):
     """As ``cap_scores``, of the two ways for scores that are not near zero; ``used`` is what decides."""
@@ -386,7 +369,6 @@ class MmaOps:
     tiles: object  # TileSchedule, or ToldTiles
     worker_tiles: object  # Tiles, or ToldTiles
     cap: object  # numerics.Cap, or None
-    near_factors: object
     scale: Float32  # factor of a score without a cap, signed; in log2 units unless the config is natural
     scale_log2: Float32  # factor of what softmax takes
     inv_scale_log2: Float32
@@ -417,7 +399,7 @@ class MmaOps:
 
     def phases(self, tile):
         """Blocks after this warpgroup's first, which is always masked; see ``ForwardConfig.phases``."""
-        if self.config.near_first:
+        if self.config.near_first and not self.config.cap_sticky:
             tile = replace(tile, again=imax(tile.again, cutlass.select_(self.cap.trusts_near, Int32(0), Int32(1))))
         if self.config.foresees:  # asked before any of the warpgroup notes anything about this tile
             guess = self.worker_tiles.after_outgrown(tile, self.local_warpgroup)
@@ -439,6 +421,7 @@ class MmaOps:
         self.state.total.fill(0.0)
         if self.config.near_first:
             self.state.peak.fill(0.0)
+            self.state.exact[0] = cutlass.select_(self.cap.trusts_near, Int32(0), Int32(1))
         if self.config.alibi:
             place = self.tiles.place(tile)
             for r in range(2):
@@ -499,24 +482,12 @@ class MmaOps:
                 end - first_column - 2 * (self.thread % 4)
             )  # columns of this thread: 8 j + {0, 1}
             hidden = blocks.key_begin(query, *lengths) - first_column - 2 * (self.thread % 4)
-            if c.mask_way and c.tile_n <= 128:
-                bits = numerics.low_bits(self._columns_before(visible))
-                if c.left:
-                    bits = bits & ~numerics.low_bits(self._columns_before(hidden))
-                for j in range(c.tile_n // 4):
-                    S[r, j] = cutlass.select_((bits & (1 << j)) != 0, S[r, j], -Float32.inf)
-                continue
             for j in range(c.tile_n // 4):
                 column = Int32(8 * (j // 2) + j % 2)
                 seen = column < visible
                 if c.left:
                     seen = seen & (column >= hidden)
                 S[r, j] = cutlass.select_(seen, S[r, j], -Float32.inf)
-
-    def _columns_before(self, end):
-        """How many of this thread's columns, 8 j + {0, 1}, lie before ``end``."""
-        count = 2 * (end >> 3) + imin(end & 7, 2)
-        return imax(imin(count, self.config.tile_n // 4), 0)
 
     def _prepare(self, tile, n_block, S, masked):
         """Negate for a negative scale, or change scores, then mask."""
@@ -556,10 +527,6 @@ class MmaOps:
         """S = scale S, or its cap, plus the addends; in log2 units unless the config is natural."""
         if not self.config.softcap:
             replace_scores(S, lambda s, addend: s * self.scale + addend, addends)
-        elif self.config.cap_way == 4 and not masked:
-            replace_scores(S, self.cap.of_hardware, addends)
-        elif self.config.cap_way == 3 and not masked:
-            cap_by_squares(S, self.cap, addends)
         elif self.config.ways_to_cap(masked) == 1:
             replace_scores(S, self.cap.of_any, addends)
         else:
@@ -594,7 +561,8 @@ class MmaOps:
         """As ``softmax``, for the first block of a tile."""
         S = rows_of(s)
         self._prepare(tile, n_block, S, True)
-        move_shifts(S, self.state, self._scales_log2, self._growth_log2(tile))
+        floor = self.state.floor if self.config.cap_floor else None
+        move_shifts(S, self.state, self._scales_log2, self._growth_log2(tile), floor)
         self._exponentials(S, True)
 
     def softmax(self, tile, n_block, s, phase):
@@ -610,52 +578,19 @@ class MmaOps:
         self._prepare(tile, n_block, S, phase.masked)
         if not phase.fixed:
             self.state.correction.fill(1.0)
+            if c.near_first:  # worked out anew: few blocks come here, and the others lack registers
+                for r in range(2):
+                    self.state.limit[r] = (shifts[r] + self._growth_log2(tile)) * self.inv_scale_log2
             self._move_outgrown(tile, S, phase.unfixed)
         self._exponentials(S, phase.masked)
 
-    @cute.jit
-    def _near_block(self, S: cute.Tensor):
-        """P in place of S by the near polynomial, and its row sums; where those are large, the block is done again."""
-        c, state, size = self.config, self.state, cute.size(S)
-        P = rows_of(cute.make_rmem_tensor(size, Float32))
-        sums = cute.make_rmem_tensor(2, Float32)
-        self._exp2_of(S, P, sums, self._near_function(), c.settle)
-        if cutlass.const_expr(c.cap_way % 10 == 1):
-            large = (sums[0] > state.near_limit[0]) | (sums[1] > state.near_limit[1])
-            if cute.arch.vote_any_sync(large):
-                self._exp2_of(S, P, sums, self.cap.of_any, 0)
-        for r in cutlass.range_constexpr(2):
-            if cutlass.const_expr(c.cap_way % 10 == 2):
-                state.peak[r] = cute.arch.fmax(state.peak[r], sums[r])
-            state.total[r] = state.total[r] + sums[r]
-            for j in cutlass.range_constexpr(size // 2):
-                S[r, j] = P[r, j]
-
-    def _near_function(self):
-        if self.near_factors is None:
-            return self.cap.of_near
-        k, a, b = self.near_factors
-
-        def function(s, addend):
-            t = s * k
-            w = t * t + a
-            return t * (w * w + b) + addend
-
-        return function
-
-    def _exp2_of(self, S, P, sums, function, settle):
-        """P = exp2(function(S) - shift) and its row sums."""
-        columns = self.config.tile_n // 4
-        settle_at = 2 * columns * settle // 64
-        for r in range(2):
-            chains, addend = [None] * 4, -self.state.shift_log2[r]
-            for j in range(columns):
-                p = cute.math.exp2(function(S[r, j], addend), fastmath=True)
-                P[r, j] = p
-                chains[j % 4] = p if chains[j % 4] is None else chains[j % 4] + p
-                if settle_at and r * columns + j + 1 == settle_at:
-                    numerics.settle(sum_of(chains) if r == 0 else sums[0] + sum_of(chains))
-            sums[r] = sum_of(chains)
+    def _near_block(self, S):
+        """P in place of S, and its row sums, part by part."""
+        c, columns = self.config, self.config.tile_n // 4
+        part = columns // c.cap_parts
+        for begin in range(0, columns, part):
+            P = rows_of(cute.make_rmem_tensor(2 * part, Float32))
+            near_block(S, P, self.cap, self.state, c, begin, 0 if begin else 2 * columns * c.settle // 64)
 
     @cute.jit
     def _move_outgrown(self, tile, S: cute.Tensor, unfixed: cutlass.Constexpr):
@@ -668,7 +603,7 @@ class MmaOps:
     def _is_unlooked(self, tile):
         """Whether the shift of a tile that is through was fixed; where another warp has marked it, False will do too."""
         unlooked = tile.again == 0
-        if self.config.near_first:
+        if self.config.near_first and not self.config.cap_sticky:
             unlooked = unlooked & self.cap.trusts_near
         if self.config.foresees:
             noted = self.worker_tiles.noted(self.local_warpgroup)
@@ -788,8 +723,10 @@ class MmaOps:
         blocks = tile.n_blocks - 1 - self.unseen_blocks(tile)  # none: log2 gives -inf
         keys = Float32(blocks * self.config.tile_n)
         right = mean - cute.math.log2(keys, fastmath=True) >= self.cap.lowest
+        if self.config.cap_sticky:
+            right = right | ~self.cap.trusts_near
         if self.config.cap_way % 10 == 2:
-            right = right & (state.peak[r] <= state.near_limit[r])
+            right = right & (state.peak[r] <= cute.math.exp2(self.cap.near_top - state.shift_log2[r], fastmath=True))
         return right
 
     @cute.jit
