@@ -413,7 +413,6 @@ def _backward_numbers(names: tuple[str, ...], options: CallOptions) -> tuple:
         "cap_scale": scale / cap if cap else None,
         "left": options.window_left,
         "right": options.window_right,
-        "cap_root": cap**0.2 if cap else None,
     }
     return tuple(values[name] for name in names)
 

@@ -22,8 +22,8 @@ from pathlib import Path
 
 STATEFUL = re.compile(r".*(_producer|_consumer|_signal|_state)|tile_scheduler")
 RING_END = re.compile(r".*(_producer|_consumer)")
-TAKES_SLOT = {"acquire_and_advance", "wait_and_advance"}
-ADVANCES = TAKES_SLOT | {"advance"}
+TAKES_SLOT = {"acquire_and_advance", "wait_and_advance", "wait_beside"}
+ADVANCES = TAKES_SLOT | {"advance", "look_ahead"}
 SIGNALS = {"wait", "post"}  # in a role only: elsewhere these are ordinary names
 TRACED = {"jit", "kernel", "role"}
 BLOCKS = ast.stmt | ast.excepthandler | ast.match_case

@@ -1,8 +1,5 @@
 """Scalar and row arithmetic of the softmax, in CuTe. Logits are in log2 units where a name ends in ``_log2``."""
 
-import math
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -17,11 +14,6 @@ TANH_NEAR = (0.999998523681, -0.333060090771, 0.125770372321)
 TANH_NEAR_END = 0.3125
 TANH_MIDDLE = (0.999998846313, -0.333244752795, 0.132223719653, -0.0489464950184, 0.0118957955103)
 TANH_MIDDLE_END = 0.8125
-# The near polynomial's error of exp2(outer tanh x), for x < -TANH_NEAR_END, is at most 2^(a - b outer - LOG2_TRUST), for
-# (a, b) here and an outer factor from NEAR_OUTER on; so beside a mean of exp2 of 2^(a - b outer) it is 4e-6.
-NEAR_OUTER = 20 * 1.4426950408889634
-LOG2_TRUST = 17.9
-NEAR_LOWEST = ((-14.8 + 0.30 * 20) / 0.6931471805599453 + LOG2_TRUST, 0.30)
 # Sizes of a cap's two factors up to which coefficients with both in them, the inner one to the fifth, are far from the
 # ends of float32.
 LARGEST_FACTOR = 2.0**20
@@ -89,81 +81,21 @@ def tanh(x):
     return cutlass.select_(square < TANH_SERIES_END**2, x + x * factor, far)
 
 
-def hardware_tanh(x):
-    """Hyperbolic tangent to a relative error of 5e-4, one instruction."""
-    return Float32(inline_ptx(T.f32(), "=f,f", "tanh.approx.f32 $0, $1;", Float32(x)))
-
-
-@dataclass(frozen=True)
-class Cap:
-    """outer tanh(inner s) of a score s, three ways: the less a score uses of its cap, the fewer instructions."""
-
-    inner: Float32  # of either sign
-    outer: Float32  # positive
-    near: tuple  # coefficients of s, s^3, s^5; Float32
-    near_end: Float32  # largest |s| for them; negative if they would leave float32
-    middle_end: Float32
-    near_top: Float32  # capped score there
-    lowest: Float32  # see ``NEAR_LOWEST``
-
-    @staticmethod
-    def of(inner, outer):
-        """Derive what is left from the two factors."""
-        size = cutlass.select_(inner < 0.0, -inner, inner)
-        usual = usual_factors(size, outer)
-        power, square, near = inner * outer, inner * inner, []
-        for coefficient in TANH_NEAR:
-            near.append(power * coefficient)
-            power = power * square
-        near_end = cutlass.select_(usual, TANH_NEAR_END / size, Float32(-1.0))
-        lowest = NEAR_LOWEST[0] - NEAR_LOWEST[1] * outer
-        top = math.tanh(TANH_NEAR_END) * outer
-        return Cap(inner, outer, tuple(near), near_end, TANH_MIDDLE_END / size, top, lowest)
-
-    @property
-    def trusts_near(self):
-        """Whether the first way may be taken unasked: what it makes of scores far below zero is far below its others."""
-        return (self.near_end > 0.0) & (self.outer >= NEAR_OUTER)
-
-    def of_near(self, s, addend):
-        """Capped s + addend, for |s| up to ``near_end``."""
-        square = s * s
-        return s * ((self.near[2] * square + self.near[1]) * square + self.near[0]) + addend
-
-    def of_near_square(self, s, square, addend):
-        """The same, given s^2."""
-        return s * ((self.near[2] * square + self.near[1]) * square + self.near[0]) + addend
-
-    def factors_of_near(self):
-        """(k, a, b) such that with t = k s the near polynomial is t ((t^2 + a)^2 + b)."""
-        size = cute.math.absf(self.near[2])
-        k = cute.math.exp2(cute.math.log2(size, fastmath=True) * 0.2, fastmath=True)
-        k = cutlass.select_(self.near[2] < 0.0, -k, k)
-        a = self.near[1] / (2.0 * k * k * k)
-        return k, a, self.near[0] / k - a * a
-
-    def of_hardware(self, s, addend):
-        """Capped s + addend, with the error of the hardware's tanh."""
-        return hardware_tanh(s * self.inner) * self.outer + addend
-
-    def of_middle(self, s, addend):
-        """Capped s + addend, for |s| up to ``middle_end``."""
-        x = s * self.inner
-        square = x * x
-        factor = Float32(TANH_MIDDLE[-1])
-        for coefficient in TANH_MIDDLE[-2::-1]:
-            factor = factor * square + coefficient
-        return x * factor * self.outer + addend
-
-    def of_any(self, s, addend):
-        """Capped s + addend."""
-        return tanh(s * self.inner) * self.outer + addend
-
-
 def usual_factors(inner, outer):
     """Whether coefficients with the fifth power of ``inner`` stay in float32; numbers of the kernel or of NumPy."""
     least, most = 1 / LARGEST_FACTOR, LARGEST_FACTOR
     return (inner >= least) & (inner <= most) & (outer >= least) & (outer <= most)
+
+
+def sum_of(chains):
+    """Sum of up to four partial sums; None stands for nothing."""
+    parts = [x for x in chains if x is not None]
+    while len(parts) > 1:
+        parts = [
+            parts[i] + parts[i + 1] if i + 1 < len(parts) else parts[i]
+            for i in range(0, len(parts), 2)
+        ]
+    return parts[0]
 
 
 def largest_pair_bits(values):

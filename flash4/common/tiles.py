@@ -209,7 +209,9 @@ class TileSchedule:
         left = grid.head_count - section * self.section
         is_last = left < self.section
         m_block = choose(is_last, within // by.last_heads, within // by.heads)
-        head = section * self.section + within - m_block * choose(is_last, imax(left, 1), self.section)
+        head = (
+            section * self.section + within - m_block * choose(is_last, imax(left, 1), self.section)
+        )
         if self.descends:
             m_block = grid.m_blocks - 1 - m_block
         head_of_all = head // by.groups

@@ -81,9 +81,7 @@ class Barrier:
     def look(self, phase: int) -> bool:
         """Look whether ``phase`` is complete, by its parity; whoever looks must have seen the phase before."""
         machine, task = self.machine, self.machine.actor
-        if phase > 0 and (
-            self.phase < phase or not knows(task.clock, self._done[phase - 1])
-        ):
+        if phase > 0 and (self.phase < phase or not knows(task.clock, self._done[phase - 1])):
             machine.report(
                 f"{task.name} looks at phase {phase} of {self.name} at {machine.place()} without having "
                 f"seen phase {phase - 1}: by its parity it may seem complete"

@@ -402,18 +402,13 @@ def sm90_fwd_mutants() -> list[Mutant]:
     source = inspect.getsource(fwd_roles)
     found = list(mutants_of_source(source, fwd_roles.__file__, "ForwardRoles"))
     found += [*cluster_mutants(), *handout_mutants()]
-    for role in ("load", "mma"):
-        for ring in ("q", "k", "v"):
+    for role, rings in (("load", "qkv"), ("mma", "qk")):  # mma finds slots of V beside those of K
+        for ring in rings:
             for amount in (1, -1) if ring != "q" else (1,):
                 miscounts = {(role, ring): amount}
-                found.append(
-                    Mutant(
-                        f"{role}: counts the slots of {ring} {amount:+}",
-                        0,
-                        False,
-                        lambda miscounts=miscounts: Variation(miscounts=miscounts),
-                    )
-                )
+                name = f"{role}: counts the slots of {ring} {amount:+}"
+                build = functools.partial(Variation, miscounts=miscounts)
+                found.append(Mutant(name, 0, False, build))
     return found
 
 

@@ -28,7 +28,7 @@ SIMULATIONS = {"sm90-fwd": sm90_fwd, "sm100-fwd": sm100_fwd}
 # Kernel -> model of its time, and the chip that it is a model of.
 TIMED = {"sm90-fwd": (time_forward, H200), "sm100-fwd": (time_forward_sm100, B200)}
 CHANGEABLE = (
-    "tile_m", "tile_n", "stages", "q_stages", "o_parts", "turns", "skip", "settle", "fixed_shift", "pack", "cap_way",
+    "tile_m", "tile_n", "stages", "q_stages", "o_parts", "turns", "skip", "settle", "fixed_shift", "pack",
     "cluster", "o_slots", "poly", "head", "ctas",
 )  # fmt: skip
 KINDS = ("wait", "arrive", "issue", "join", "read", "write")

@@ -41,6 +41,7 @@ from flash4.common.tma_views import (
     rows_of_entry,
 )
 from flash4.common.varlen import Sequences, VarlenSchedule
+from flash4.sm90.fwd_cap import Cap
 from flash4.sm90.fwd_config import (
     DENSE_WORDS,
     MARK_WORDS,
@@ -52,7 +53,6 @@ from flash4.sm90.fwd_config import (
     TILE_WORDS,
     ForwardConfig,
 )
-from flash4.sm90.fwd_cap import Cap
 from flash4.sm90.fwd_ends import RingOperand, open_consumers
 from flash4.sm90.fwd_ops import LoadOps, MmaOps, Operand, Turn, element, make_row_state, meet
 from flash4.sm90.fwd_roles import ForwardRoles
@@ -68,7 +68,7 @@ class RunTime:
 
     lse: cute.Tensor  # (B, H, Sq), float32
     scale: Float32  # factor of a score, or of the tanh that caps it; in log2 units unless the config is natural
-    cap: object  # numerics.Cap
+    cap: object  # Cap
     left: object  # sides of the window, Int32
     right: object
     sink: object  # (H,), float32
@@ -142,8 +142,8 @@ class ForwardSm90:
         }
         optional |= {f"{AUX}{i}": self._fake_aux(*kind) for i, kind in enumerate(decode_aux(c.aux))}
         tensors += tuple(optional[name] for name in self.config.optional_tensors)
-        types = {"scale": Float32, "cap_scale": Float32, "left": Int32, "right": Int32, "cap_root": Float32}
-        numbers = tuple(types[name](1) for name in self.config.numbers)
+        sides = ("left", "right")
+        numbers = tuple(Int32(1) if name in sides else Float32(1) for name in c.numbers)
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
         return (tensors, numbers, Int32(1), Int32(1), stream)
 
@@ -241,7 +241,8 @@ class ForwardSm90:
     def _cap(self, numbers, scale):
         """The cap of scores; a negative scale is that of what is within."""
         inner = -numbers["cap_scale"] if self.config.negate else numbers["cap_scale"]
-        return Cap.of(inner, scale, numbers["cap_root"], 1.0 if self.config.natural else LOG2E)
+        root = numbers["cap_root"] * (1.0 if self.config.natural else LOG2E**0.2)
+        return Cap.of(inner, scale, root)
 
     def _aux(self, optional):
         """Tensors that mods read, or None."""
@@ -342,7 +343,6 @@ class ForwardSm90:
         barriers = smem.allocate_array(cutlass.Int64, 4 * c.stages)
         k_producer, _ = self._open_ring(barriers, "k", lane)
         v_producer, _ = self._open_ring(barriers + 2 * c.stages, "v", lane)
-        k_consumer, v_consumer = open_consumers(barriers, c.stages, c.cluster, lane)
         slots = None
         if cutlass.const_expr(c.hands_out):
             who = (worker, workers, lane % WARP)
@@ -373,6 +373,7 @@ class ForwardSm90:
         else:
             cute.arch.setmaxregister_increase(mma.registers)
             mine = group - mma.warpgroups.start
+            k_consumer, v_consumer = open_consumers(barriers, c.stages, c.cluster, lane)
             smem_tensors = (sQ, sK, sV, sO[None, None, mine])
             place = (thread % WARPGROUP, mine, rank, k_consumer.barriers)
             ops = self._mma_ops(mmas, smem_tensors, operands[3], run_time, mma_tiles, place)
@@ -465,7 +466,7 @@ class ForwardSm90:
             tOrV=RingOperand.of(mma_pv.make_fragment_B(thr_pv.partition_B(sV)), barriers),
             tOrO=cute.make_rmem_tensor(((2, 2, c.tile_dv // 8), 1, 1), Float32),
             tOrP=cute.make_rmem_tensor(((2, 2, 2), 1, c.tile_n // 16), element(c)),
-            state=make_row_state(run_time.cap if c.near_first else None),
+            state=make_row_state(),
             tiles=tiles if c.varlen else tiles.schedule,
             worker_tiles=tiles,
             cap=run_time.cap,

@@ -1,17 +1,30 @@
-"""Caps of scores in the Hopper forward: outer tanh(inner s), and P of capped scores."""
+"""Caps of scores in the Hopper forward: outer tanh(inner s) in log2 units, and P = exp2 of that in as few instructions as may be.
+
+With x = inner s and e = ``TANH_NEAR_END``, p(x) = c0 x + c1 x^3 + c2 x^5 is tanh x for |x| <= e, to 1.5e-6 of it; beyond, p
+falls and rises without end. Blocks with a fixed shift and no mask take p for all x, for an outer factor of ``NEAR_OUTER`` or
+more, and two judges see that it was right:
+
+- x > e: p rises, so P is more than P of e. Where the sum of a thread's P in one part of a block is more than that, the warp
+  does the part again, as outer (1 - 2 / (exp(2 x) + 1)), which errs by 4e-7 outer. For an outer factor of more than
+  ``SMALL_OUTER`` that would be too much: P becomes NaN, and the tile is worked on again, as one that outgrew a fixed shift.
+- x < -e: |exp2(outer p) - exp2(outer tanh x)| <= 2^(A - B outer), (A, B) = ``BELOW``. Beside n keys and a row sum of P of
+  n 2^(lowest - shift), lowest = A - B outer + ``TRUST_LOG2``, all n such errors are at most 2^-17.9 = 4.1e-6 of the sum. A
+  row with less has its tile worked on again.
+
+With an outer factor up to ``SMALL_OUTER`` a row's shift starts no lower than ``ROOM_LOG2`` below it: P up to 2^50 then has
+room to the cap, and P from 2^-110 on to minus the cap, so that no row outgrows its shift, however low its first scores.
+"""
 
 import math
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32
 
 from flash4.common import numerics
 from flash4.common.numerics import (
     LOG2E,
-    NEAR_LOWEST,
-    NEAR_OUTER,
     TANH_MIDDLE,
     TANH_MIDDLE_END,
     TANH_NEAR,
@@ -19,51 +32,62 @@ from flash4.common.numerics import (
     usual_factors,
 )
 
-ROOM_LOG2 = 50  # of P above the lowest shift
-LARGEST_LIFTED = 80
+NEAR_OUTER = 20 * LOG2E  # a cap of 20
+BELOW = (-8.8 * LOG2E, 0.30)
+TRUST_LOG2 = 17.9
+PART_COLUMNS = 16  # of a thread: parts have 64 keys
+SMALL_OUTER = 80  # a cap of 55
+ROOM_LOG2 = 50
+
+
+def factors_of_near(inner, outer, root):
+    """(k, a, b) such that with t = k s the near polynomial is t ((t^2 + a)^2 + b); numbers of the kernel or of NumPy.
+
+    Args:
+        root: fifth root of ``outer``.
+    """
+    c0, c1, c2 = TANH_NEAR
+    fifth = c2**0.2
+    a = outer / (root * root * root) * (c1 / (2 * fifth**3))
+    return inner * root * fifth, a, outer / root * (c0 / fifth) - a * a
 
 
 @dataclass(frozen=True)
 class Cap:
-    """outer tanh(inner s) of a score s."""
+    """outer tanh(inner s) of a score s, in ways of which the cheaper are right for small scores only."""
 
     inner: Float32  # of either sign
     outer: Float32  # positive
-    factors: tuple  # (k, a, b): with t = k s the near polynomial is t ((t^2 + a)^2 + b)
-    cubic: tuple  # (k, b): with t = k s the near polynomial of two terms is t (t^2 + b)
-    near_end: Float32  # largest |s| for it; negative if its factors would leave float32
+    factors: tuple  # see ``factors_of_near``
+    near_end: Float32  # largest |s| for the near polynomial; negative if its factors would leave float32
     middle_end: Float32
-    near_top: Float32  # capped score there
-    lowest: Float32  # see ``NEAR_LOWEST``
-    floor: Float32  # of the shift
+    near_top: Float32  # capped score at ``near_end``
+    lowest: Float32  # see above
+    floor: Float32  # of a row's shift
+    part_inner: Float32  # 2 log2 e times the inner factor, or NaN if the outer one is large
 
     @staticmethod
-    def of(inner, outer, root, unit):
-        """Derive what is left from the two factors, and the fifth root of the outer one over its unit."""
+    def of(inner, outer, root):
+        """Derive what is left from the two factors, and the fifth root of the outer one."""
         size = cutlass.select_(inner < 0.0, -inner, inner)
-        usual = usual_factors(size, outer)
-        c0, c1, c2 = TANH_NEAR
-        fifth = c2**0.2
-        root = root * unit**0.2
-        k = inner * root * fifth
-        a = outer / (root * root * root) * (c1 / (2 * fifth**3))
-        b = outer / root * (c0 / fifth) - a * a
-        near_end = cutlass.select_(usual, TANH_NEAR_END / size, Float32(-1.0))
-        lowest = NEAR_LOWEST[0] - NEAR_LOWEST[1] * outer
-        top = math.tanh(TANH_NEAR_END) * outer
-        lifted = outer <= Float32(LARGEST_LIFTED)
-        floor = cutlass.select_(lifted, outer - ROOM_LOG2, -Float32.inf)
-        third = -((1 / 3) ** (1 / 3))
-        # of two terms: times only
-        cube = root * root
+        small = outer <= Float32(SMALL_OUTER)
         return Cap(
-            inner, outer, (k, a, b), (inner * cube * third, outer / cube / third), near_end,
-            TANH_MIDDLE_END / size, top, lowest, floor,
+            inner=inner,
+            outer=outer,
+            factors=factors_of_near(inner, outer, root),
+            near_end=cutlass.select_(
+                usual_factors(size, outer), TANH_NEAR_END / size, Float32(-1.0)
+            ),
+            middle_end=TANH_MIDDLE_END / size,
+            near_top=math.tanh(TANH_NEAR_END) * outer,
+            lowest=BELOW[0] + TRUST_LOG2 - BELOW[1] * outer,
+            floor=cutlass.select_(small, outer - ROOM_LOG2, -Float32.inf),
+            part_inner=cutlass.select_(small, inner * (2 * LOG2E), Float32(math.nan)),
         )
 
     @property
     def trusts_near(self):
-        """Whether the near polynomial may be taken unasked: what it makes of scores far below zero is far below its others."""
+        """Whether the near polynomial may be taken unasked, beside its judges."""
         return (self.near_end > 0.0) & (self.outer >= NEAR_OUTER)
 
     def of_near(self, s, addend):
@@ -72,12 +96,6 @@ class Cap:
         t = s * k
         w = t * t + a
         return t * (w * w + b) + addend
-
-    def of_cubic(self, s, addend):
-        """For timing only."""
-        k, b = self.cubic
-        t = s * k
-        return t * (t * t + b) + addend
 
     def of_middle(self, s, addend):
         """Capped s + addend, for |s| up to ``middle_end``."""
@@ -92,82 +110,66 @@ class Cap:
         """Capped s + addend."""
         return numerics.tanh(s * self.inner) * self.outer + addend
 
-    def of_lean(self, s, addend):
-        """Capped s + addend, to an absolute error of 3e-7 of the outer factor."""
-        e = cute.math.exp2(s * (self.inner * (2 * LOG2E)), fastmath=True)
+    def of_part(self, s, addend):
+        """Capped s + addend, to 4e-7 of the cap; NaN for a large one."""
+        e = cute.math.exp2(s * self.part_inner, fastmath=True)
         return cute.arch.rcp_approx(e + 1.0) * (-2.0 * self.outer) + (self.outer + addend)
 
-    def of_lean_or_near(self, s, addend):
-        """Capped s + addend."""
-        near = cute.math.absf(s) <= self.near_end
-        return cutlass.select_(near, self.of_near(s, addend), self.of_lean(s, addend))
-
-
-def exp2_of(S, columns, function, shifts, settle_at):
-    """(P, row sums) of columns of S: exp2(function(S) - shift)."""
-    P, sums = [], []
-    for r in range(2):
-        chains, addend = [None] * 4, -shifts[r]
-        for n, j in enumerate(columns):
-            p = cute.math.exp2(function(S[r, j], addend), fastmath=True)
-            P.append(p)
-            chains[n % 4] = p if chains[n % 4] is None else chains[n % 4] + p
-            if settle_at and len(P) == settle_at:
-                so_far = sum_of(chains)
-                numerics.settle(so_far if r == 0 else sums[0] + so_far)
-        sums.append(sum_of(chains))
-    return P, sums
-
-
-def sum_of(chains):
-    """Sum of the chains that have begun."""
-    begun = [chain for chain in chains if chain is not None]
-    while len(begun) > 1:
-        begun = [a + b for a, b in zip(begun[::2], begun[1::2], strict=False)] + begun[len(begun) // 2 * 2 :]
-    return begun[0]
-
 
 @cute.jit
-def store_exp2(S: cute.Tensor, P: cute.Tensor, sums: cute.Tensor, begin: cutlass.Constexpr, function: cutlass.Constexpr, shifts, settle_at: cutlass.Constexpr):
-    """P and sums = those of the columns of S from ``begin`` on."""
-    size = cute.size(P) // 2
-    p, s = exp2_of(S, range(begin, begin + size), function, shifts, settle_at)
-    for r in cutlass.range_constexpr(2):
-        sums[r] = s[r]
-        for j in cutlass.range_constexpr(size):
-            P[r, j] = p[r * size + j]
-
-
-def is_large(cap, sums, shifts):
-    """Whether a sum of P is larger than P of the largest score that the near polynomial is for."""
-    limits = [cute.math.exp2(cap.near_top - shift, fastmath=True) for shift in shifts]
-    return (sums[0] > limits[0]) | (sums[1] > limits[1])
-
-
-@cute.jit
-def near_block(S: cute.Tensor, P: cute.Tensor, cap, state, config: cutlass.Constexpr, begin: cutlass.Constexpr, settle_at: cutlass.Constexpr):
-    """P in place of some columns of S by the near polynomial, and their row sums; by the exact tanh where those are large."""
-    size, way = cute.size(P) // 2, config.cap_way
-    sums = cute.make_rmem_tensor(2, Float32)
-    shifts = (state.shift_log2[0], state.shift_log2[1])
-    near = cap.of_cubic if way >= 20 else cap.of_near
-    exact = {0: cap.of_any, 1: cap.of_lean_or_near, 2: cap.of_lean}[config.cap_exact]
-    if cutlass.const_expr(way % 10 == 1 and config.cap_sticky):
-        if state.exact[0] == 0:
-            store_exp2(S, P, sums, begin, near, shifts, settle_at)
-            large = is_large(cap, sums, shifts)
-            state.exact[0] = Int32(cute.arch.vote_any_sync(large))
-        if state.exact[0] != 0:
-            store_exp2(S, P, sums, begin, exact, shifts, settle_at)
+def cap_scores(S: cute.Tensor, cap, addends, ways: cutlass.Constexpr):
+    """Capped S plus addends, for a warp at a time in the cheapest of two or three ways that its largest score allows."""
+    used = numerics.largest_pair_bits([S[r, j] for r in range(2) for j in range(cute.size(S) // 2)])
+    if cute.arch.vote_any_sync(used > numerics.float_bits(cap.near_end)):
+        if cutlass.const_expr(ways == 2):
+            replace_scores(S, cap.of_any, addends)
+        else:
+            cap_large_scores(S, cap, addends, used)
     else:
-        store_exp2(S, P, sums, begin, near, shifts, settle_at)
-        if cutlass.const_expr(way % 10 == 1):
-            large = is_large(cap, sums, shifts)
-            if cute.arch.vote_any_sync(large):
-                store_exp2(S, P, sums, begin, exact, shifts, 0)
-    for r in cutlass.range_constexpr(2):
-        if cutlass.const_expr(way % 10 == 2):
-            state.peak[r] = cute.arch.fmax(state.peak[r], sums[r])
-        state.total[r] = state.total[r] + sums[r]
-        for j in cutlass.range_constexpr(size):
-            S[r, begin + j] = P[r, j]
+        replace_scores(S, cap.of_near, addends)
+
+
+@cute.jit
+def cap_large_scores(S: cute.Tensor, cap, addends, used):
+    """As ``cap_scores``, of the two ways for scores that are not near zero; ``used`` is what decides."""
+    if cute.arch.vote_any_sync(used > numerics.float_bits(cap.middle_end)):
+        replace_scores(S, cap.of_any, addends)
+    else:
+        replace_scores(S, cap.of_middle, addends)
+
+
+def replace_scores(S, function, addends):
+    """S = function(S, addend)."""
+    for r in range(2):
+        for j in range(cute.size(S) // 2):
+            S[r, j] = function(S[r, j], addends[r].at(j))
+
+
+@cute.jit
+def near_exponentials(
+    S: cute.Tensor, P: cute.Tensor, sums: cute.Tensor, cap, begin: cutlass.Constexpr,
+    shifts, settle_at: cutlass.Constexpr,
+):  # fmt: skip
+    """P and its row sums of the part of S from column ``begin`` on: of the near polynomial, or exact where they are large.
+
+    A branch can leave results only in memory that was there before: hence P and sums, which stay in registers.
+    """
+    _exponentials(S, P, sums, begin, cap.of_near, shifts, settle_at)
+    limits = [cute.math.exp2(cap.near_top - shift, fastmath=True) for shift in shifts]
+    if cute.arch.vote_any_sync((sums[0] > limits[0]) | (sums[1] > limits[1])):
+        _exponentials(S, P, sums, begin, cap.of_part, shifts, 0)
+
+
+def _exponentials(S, P, sums, begin, function, shifts, settle_at):
+    """P = exp2(function(S) - shift), sums in four chains; settle after a set number of exponentials."""
+    columns = cute.size(P) // 2
+    for r in range(2):
+        chains = [None] * 4
+        for j in range(columns):
+            p = cute.math.exp2(function(S[r, begin + j], -shifts[r]), fastmath=True)
+            P[r, j] = p
+            chains[j % 4] = p if chains[j % 4] is None else chains[j % 4] + p
+            if settle_at and r * columns + j + 1 == settle_at:
+                so_far = numerics.sum_of(chains)
+                numerics.settle(so_far if r == 0 else sums[0] + so_far)
+        sums[r] = numerics.sum_of(chains)

@@ -27,14 +27,15 @@ MAX_HEAD_DIM = 256
 # Fewest keys of tiles that CTAs share, without and with a causal mask.
 SHARED_KEYS, CUT_SHARED_KEYS = 1_024, 4_096
 SHARED_TILES = 132  # fewest such tiles: two for each pair of an H100's multiprocessors
-LONG = 8_192  # keys from which on power decides at head dim 64
 TILE_SLOTS = 4  # of the ring of tiles, where sequences differ in length
 TILE_WORDS = 17  # of a slot, 4 bytes each
 DENSE_WORDS = 5  # the same, where all sequences are of one length
 NOTES = 4  # words behind those slots: see OUTGROWN
-# Registers per thread of ``mma`` and of ``load``, by warpgroups of ``mma``. Finding tiles of sequences takes more.
+# Registers per thread of ``mma`` and of ``load``, by warpgroups of ``mma``. ``load`` needs more to find tiles of
+# sequences and to copy blocks of four boxes (64 columns each), and most for seven (32 columns each, where 64 do not fit).
 REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32), 4: (112, 24)}
-VARLEN_REGISTERS = {1: (256, 56), 2: (232, 40), 3: (152, 56), 4: (112, 32)}
+MORE_TO_LOAD = {1: (256, 56), 2: (232, 40), 3: (152, 56), 4: (112, 32)}
+SEVEN_BOXES = (224, 56)
 PACKS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -111,11 +112,6 @@ class ForwardConfig:
     counts: bool = False
     cluster: int = 1
     handed_out: bool = False
-    cap_way: int = 0
-    cap_parts: int = 1
-    cap_exact: int = 0
-    cap_sticky: bool = False
-    cap_floor: bool = False
 
     def __post_init__(self):
         if self.tile_m % MMA_ROWS or not 1 <= self.tile_warpgroups <= 4 * self.cluster:
@@ -203,19 +199,23 @@ class ForwardConfig:
         """Verbs scale scores one by one, unless natural in log2 units, since they change them on the way."""
         return self.softcap or self.alibi or self.natural
 
-    def ways_to_cap(self, masked: bool) -> int:
-        """Ways to cap scores, of ``numerics.Cap``: all 3, or the first and the last, or the last alone.
+    def ways_to_cap(self, masked: bool, first: bool = False) -> int:
+        """Ways to cap scores, of ``fwd_cap.Cap``: all 3, or the first and the last, or the last alone.
 
-        Blocks with a mask are few, and without a fixed shift so are registers: one way more spills.
+        Blocks with a mask are few, and without a fixed shift so are registers: one way more spills. Beside P of a part
+        only a tile's first block has two.
         """
-        if self.alibi and not self.fixed_shift:
+        if self.alibi and not self.fixed_shift or self.near_first and masked and not first:
             return 1
         return 2 if masked or self.mma_warpgroups > 2 and not self.fixed_shift else 3
 
     @property
     def near_first(self) -> bool:
-        """Blocks with a fixed shift and no mask take the near polynomial unasked, and are judged by their sums."""
-        return self.softcap and self.fixed_shift and not self.alibi and self.cap_way % 10 in (1, 2)
+        """Caps with a near polynomial take it unasked in blocks with a fixed shift and no mask; see ``fwd_cap``.
+
+        With slopes it would need what it is judged by for every score: its own limit would move with the key.
+        """
+        return self.softcap and self.fixed_shift and not self.alibi
 
     @property
     def may_hide_any(self) -> bool:
@@ -262,9 +262,15 @@ class ForwardConfig:
     def numbers(self) -> tuple[str, ...]:
         """Numbers that the launch takes, in order.
 
-        ``scale`` is the factor of a score, or the cap; ``cap_scale`` the factor of a score within the cap.
+        ``scale`` is the factor of a score, or the cap; ``cap_scale`` the factor of a score within the cap,
+        ``cap_root`` the fifth root of the cap.
         """
-        given = {"cap_scale": self.softcap, "left": self.left, "right": self.right, "cap_root": self.softcap}
+        given = {
+            "cap_scale": self.softcap,
+            "left": self.left,
+            "right": self.right,
+            "cap_root": self.softcap,
+        }
         return ("scale", *(name for name, present in given.items() if present))
 
     @property
@@ -376,6 +382,15 @@ class ForwardConfig:
         return self.graph.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT
 
     @property
+    def _registers(self) -> tuple[int, int]:
+        """Registers per thread of ``mma`` and ``load``."""
+        dims = (self.tile_d, self.tile_dv)
+        if 224 in dims and self.mma_warpgroups == 2:
+            return SEVEN_BOXES
+        much_to_load = self.varlen or 256 in dims
+        return (MORE_TO_LOAD if much_to_load else REGISTERS)[self.mma_warpgroups]
+
+    @property
     def graph(self) -> PipelineGraph:
         """Roles, rings and shared memory.
 
@@ -385,7 +400,7 @@ class ForwardConfig:
         load --[tiles x4 warp->warps]--> mma  (tiles that are handed out)
         """
         groups = self.mma_warpgroups
-        mma_regs, load_regs = (VARLEN_REGISTERS if self.varlen else REGISTERS)[groups]
+        mma_regs, load_regs = self._registers
         load = Role("load", range(0, 1), 1, load_regs)
         mma = Role("mma", range(1, 1 + groups), 4 * groups, mma_regs)
         buffers = [
@@ -550,17 +565,16 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
     wide, cut = max(tile_d, tile_dv), problem.causal or problem.window_right
     may_fix = shift_obstacle(problem, problem.dtype == torch.bfloat16) is None
     mods = problem.score_mod or problem.mask_mod
+    if problem.softcap and may_fix and not problem.alibi and wide <= 128:
+        return _tile_of_near_cap(wide, cut, problem.window_left or problem.varlen)
     # Four warpgroups have few registers: one of these at a time.
     crowded = problem.softcap + problem.alibi + problem.window_left > 1
     if wide == 64 and not (mods or crowded):
-        if not (cut or problem.window_left or problem.varlen) and problem.seqlen_k >= LONG:
-            tile = {"tile_m": 192, "tile_n": 128, "stages": 3, "turns": True, "settle": 8}
-            return tile, f"head dims up to 64, {LONG} keys or more: long blocks take least power"
-        tile = {"tile_m": 256, "tile_n": 64, "stages": 4, "settle": 8 if may_fix else 0}
-        if cut:
-            why = "head dims up to 64: warpgroups skip blocks past their own rows"
-            return {**tile, "skip": True}, why
-        return {**tile, "turns": True}, "head dims up to 64: four warpgroups, short blocks"
+        tile = {"tile_m": 256, "tile_n": 64, "stages": 4, "skip": cut}
+        if may_fix:
+            return {**tile, "settle": 8}, "head dims up to 64: four warpgroups, short blocks"
+        why = "head dims up to 64: four warpgroups, short blocks; the maximum is looked at"
+        return {**tile, "settle": 0, "turns": not cut}, why
     if may_fix:
         why = "short blocks: of few is any part behind a mask"
         if wide <= 96:
@@ -578,6 +592,18 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
     limit = "registers" if tile["tile_n"] == by_registers else "shared memory"
     dims = f"head dims {tile_d}/{tile_dv}"
     return tile, f"{tile['tile_n']} keys per block: what {limit} can hold beside {dims}"
+
+
+def _tile_of_near_cap(wide, cut, short) -> tuple[dict, str]:
+    """As ``choose_tile``, of caps whose near polynomial is taken unasked: P of a part needs registers beside S."""
+    if wide <= 96:
+        why = "capped scores: three warpgroups, as four have no registers to judge them"
+        return {"tile_m": 192, "tile_n": 64, "stages": 3, "settle": 12, "skip": cut}, why
+    if short:
+        why = "capped scores: short blocks, beside a left window or what finds sequences"
+        return {"tile_m": 128, "tile_n": 64, "stages": 4, "settle": 12, "skip": cut}, why
+    why = "capped scores: 128 keys per block, judged in two parts"
+    return {"tile_m": 128, "tile_n": 128, "stages": 2, "settle": 12}, why
 
 
 def choose_pack(problem, tile_m: int) -> tuple[int, str]:

@@ -16,16 +16,11 @@ from flash4.common import numerics
 from flash4.common.dsl import check_carried, descriptor_of, inline_ptx, with_descriptor
 from flash4.common.graph import BARRIER_BYTES, WARP
 
-
-def barrier_at(address):
-    """Pointer to the mbarrier at an address in shared memory."""
-    return cute.make_ptr(
-        Int64, address, mem_space=cute.AddressSpace.smem, assumed_align=BARRIER_BYTES
-    )
+MOST_KEPT = 12  # descriptors of one operand that registers can hold around the loop
 
 
 def arrive(address, lane, ctas: int):
-    """Arrive once for a warp, in each CTA of a cluster.
+    """Arrive once for a warp, in each CTA of a cluster: lane i in CTA i.
 
     Predicated: with a branch, LLVM makes two copies of a wait that follows, one for that lane and one for the others.
     """
@@ -36,6 +31,24 @@ def arrive(address, lane, ctas: int):
         f"{ctas}; {local if ctas == 1 else remote} }}"
     )
     inline_ptx(None, "r,r,~{memory}", text, address, lane, side_effects=True)
+
+
+def is_complete(address, phase):
+    """Whether a phase of a barrier is complete."""
+    text = "mbarrier.test_wait.parity.shared.b64 $0, [$1], $2;"
+    return Boolean(
+        inline_ptx(T.bool(), "=b,r,r,~{memory}", text, address, phase, side_effects=True)
+    )
+
+
+def wait_unless(known, address, phase):
+    """Wait until a phase of a barrier is complete, unless that is known already."""
+    text = (
+        "{ .reg .pred p; @$0 bra.uni DONE; WAIT: "
+        "mbarrier.try_wait.parity.shared.b64 p, [$1], $2, 10000000; "
+        "@p bra.uni DONE; bra.uni WAIT; DONE: }"
+    )
+    inline_ptx(None, "b,r,r,~{memory}", text, known, address, phase, side_effects=True)
 
 
 @dataclass(frozen=True)
@@ -52,25 +65,6 @@ class Barriers:
     def bytes_each(self):
         """Bytes of the full barriers of a ring, or of the empty ones."""
         return self.stages * BARRIER_BYTES
-
-
-def is_complete(address, phase):
-    """1 if the barrier's phase is complete, else 0; does not wait."""
-    text = (
-        "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [$1], $2; selp.b32 $0, 1, 0, p; }"
-    )
-    return Int32(
-        inline_ptx(T.i32(), "=r,r,r,~{memory}", text, address, phase, side_effects=True)
-    )
-
-
-def wait_unless(known, address, phase):
-    """Wait until the barrier's phase is complete, unless that is known already."""
-    text = (
-        "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p bra.uni DONE; "
-        "WAIT: mbarrier.try_wait.parity.shared.b64 p, [$1], $2, 10000000; @p bra.uni DONE; bra.uni WAIT; DONE: }"
-    )
-    inline_ptx(None, "r,r,r,~{memory}", text, known, address, phase, side_effects=True)
 
 
 class Slot:
@@ -158,22 +152,6 @@ def unknown():
     return Boolean(Boolean(False).ir_value())
 
 
-def is_complete(address, phase):
-    """Whether a phase of a barrier is complete."""
-    text = "mbarrier.test_wait.parity.shared.b64 $0, [$1], $2;"
-    return Boolean(inline_ptx(T.bool(), "=b,r,r,~{memory}", text, address, phase, side_effects=True))
-
-
-def wait_unless(known, address, phase):
-    """Wait until a phase of a barrier is complete, unless that is known already."""
-    text = (
-        "{ .reg .pred p; @$0 bra.uni DONE; WAIT: "
-        "mbarrier.try_wait.parity.shared.b64 p, [$1], $2, 10000000; "
-        "@p bra.uni DONE; bra.uni WAIT; DONE: }"
-    )
-    inline_ptx(None, "b,r,r,~{memory}", text, known, address, phase, side_effects=True)
-
-
 def open_consumers(storage, stages, ctas, lane):
     """Consumers' ends of the rings of K and V whose barriers lie at ``storage``."""
     first = storage.toint()
@@ -225,8 +203,10 @@ def step_offsets(fragment):
 
 
 def slot_steps(fragment, index):
-    """Fragments of slot ``index``, one to each WGMMA; worked out once, where the index is known."""
+    """Fragments of slot ``index``, one to each WGMMA; worked out once, where the index is known, as far as they fit."""
     first = descriptor_of(fragment) + Int64(cute.crd2idx((0, 0, 0, index), fragment.layout))
-    one = fragment[None, None, 0, 0]
-    offsets = step_offsets(fragment)
+    one, offsets = fragment[None, None, 0, 0], step_offsets(fragment)
+    if len(offsets) > MOST_KEPT:
+        first = numerics.kept(first)
+        return [with_descriptor(one, first + offset) for offset in offsets]
     return [with_descriptor(one, numerics.kept(first + offset)) for offset in offsets]

@@ -17,9 +17,9 @@ from flash4.common.geometry import imax, imin
 from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E
 from flash4.common.tma_views import WRAP
-from flash4.sm90.fwd_cap import near_block
-from flash4.sm90.fwd_ends import RingOperand, slot_steps
+from flash4.sm90.fwd_cap import PART_COLUMNS, cap_scores, near_exponentials, replace_scores
 from flash4.sm90.fwd_config import MMA_ROWS, PASSES, TRUSTED_LOG2, ForwardConfig
+from flash4.sm90.fwd_ends import RingOperand, slot_steps
 
 # Named barriers; 0 is __syncthreads.
 BARRIER_TURN = 1  # one per MMA warpgroup: 1..4
@@ -54,7 +54,12 @@ class Turn:
         """Turns of ``count`` warpgroups; opaque numbers, or they would be worked out in every round."""
         own = BARRIER_TURN + warpgroup
         following = cutlass.select_(warpgroup == count - 1, Int32(BARRIER_TURN), own + 1)
-        return Turn(warpgroup == count - 1, numerics.opaque(own), numerics.opaque(following), enabled and count > 1)
+        return Turn(
+            warpgroup == count - 1,
+            numerics.opaque(own),
+            numerics.opaque(following),
+            enabled and count > 1,
+        )
 
     def open(self):
         """Let the first warpgroup go."""
@@ -216,21 +221,11 @@ class RowState:
     limit: cute.Tensor  # raw score above which the shift must move
     total: cute.Tensor  # l: this thread's share of the row sum of P
     correction: cute.Tensor  # factor for O since its last rescale
-    near_top: object = None  # largest capped score that the near polynomial is for
-    near_limit: object = None  # P of that
-    peak: object = None
-    exact: object = None
-    floor: object = None
 
 
-def make_row_state(cap=None):
+def make_row_state():
     """Allocate a row state."""
-    tensors = [cute.make_rmem_tensor(2, Float32) for _ in range(4)]
-    if cap is None:
-        return RowState(*tensors)
-    limit, peak = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
-    exact = cute.make_rmem_tensor(1, Int32)
-    return RowState(*tensors, cap.near_top, limit, peak, exact, cap.floor)
+    return RowState(*(cute.make_rmem_tensor(2, Float32) for _ in range(4)))
 
 
 def move_shift(state, r, row_max, scales_log2, growth_log2):
@@ -324,35 +319,6 @@ class Roof:
         return -self.slope * cute.math.absf(self.distance - column) - self.shift
 
 
-@cute.jit
-def cap_scores(S: cute.Tensor, cap, addends, ways: cutlass.Constexpr):
-    """Capped S plus addends, for a warp at a time in the cheapest of two or three ways that its largest score allows."""
-    used = numerics.largest_pair_bits(row_values(S, 0) + row_values(S, 1))
-    if cute.arch.vote_any_sync(used > numerics.float_bits(cap.near_end)):
-        if cutlass.const_expr(ways == 2):
-            replace_scores(S, cap.of_any, addends)
-        else:
-            cap_large_scores(S, cap, addends, used)
-    else:
-        replace_scores(S, cap.of_near, addends)
-
-
-@cute.jit
-def cap_large_scores(S: cute.Tensor, cap, addends, used):
-    """As ``cap_scores``, of the two ways for scores that are not near zero; ``used`` is what decides."""
-    if cute.arch.vote_any_sync(used > numerics.float_bits(cap.middle_end)):
-        replace_scores(S, cap.of_any, addends)
-    else:
-        replace_scores(S, cap.of_middle, addends)
-
-
-def replace_scores(S, function, addends):
-    """S = function(S, addend)."""
-    for r in range(2):
-        for j in range(cute.size(S) // 2):
-            S[r, j] = function(S[r, j], addends[r].at(j))
-
-
 @dataclass(frozen=True)
 class MmaOps:
     """Verbs of the ``mma`` role; every tensor is this warpgroup's or this thread's part."""
@@ -368,7 +334,7 @@ class MmaOps:
     state: RowState
     tiles: object  # TileSchedule, or ToldTiles
     worker_tiles: object  # Tiles, or ToldTiles
-    cap: object  # numerics.Cap, or None
+    cap: object  # Cap, or None
     scale: Float32  # factor of a score without a cap, signed; in log2 units unless the config is natural
     scale_log2: Float32  # factor of what softmax takes
     inv_scale_log2: Float32
@@ -399,8 +365,9 @@ class MmaOps:
 
     def phases(self, tile):
         """Blocks after this warpgroup's first, which is always masked; see ``ForwardConfig.phases``."""
-        if self.config.near_first and not self.config.cap_sticky:
-            tile = replace(tile, again=imax(tile.again, cutlass.select_(self.cap.trusts_near, Int32(0), Int32(1))))
+        if self.config.near_first:
+            exact = cutlass.select_(self.cap.trusts_near, Int32(0), Int32(1))
+            tile = replace(tile, again=imax(tile.again, exact))
         if self.config.foresees:  # asked before any of the warpgroup notes anything about this tile
             guess = self.worker_tiles.after_outgrown(tile, self.local_warpgroup)
             tile = replace(tile, again=imax(tile.again, guess))
@@ -419,9 +386,6 @@ class MmaOps:
         self.tOrO.fill(0.0)
         self.state.shift_log2.fill(-Float32.inf)
         self.state.total.fill(0.0)
-        if self.config.near_first:
-            self.state.peak.fill(0.0)
-            self.state.exact[0] = cutlass.select_(self.cap.trusts_near, Int32(0), Int32(1))
         if self.config.alibi:
             place = self.tiles.place(tile)
             for r in range(2):
@@ -489,11 +453,12 @@ class MmaOps:
                     seen = seen & (column >= hidden)
                 S[r, j] = cutlass.select_(seen, S[r, j], -Float32.inf)
 
-    def _prepare(self, tile, n_block, S, masked):
+    def _prepare(self, tile, n_block, S, masked, first=False):
         """Negate for a negative scale, or change scores, then mask."""
         c = self.config
         if c.changes_scores:
-            self._change(S, self._addends(tile, n_block, masked, (0.0, 0.0)), masked)
+            ways = c.ways_to_cap(masked, first)
+            self._change(S, self._addends(tile, n_block, masked, (0.0, 0.0)), ways)
         elif c.negate:
             for i in range(cute.size(S)):
                 S[i] = -S[i]
@@ -523,14 +488,14 @@ class MmaOps:
                 addends.append(Roof(self.slopes[r], Float32(distance), shifts[r]))
         return tuple(addends)
 
-    def _change(self, S, addends, masked):
+    def _change(self, S, addends, ways):
         """S = scale S, or its cap, plus the addends; in log2 units unless the config is natural."""
         if not self.config.softcap:
             replace_scores(S, lambda s, addend: s * self.scale + addend, addends)
-        elif self.config.ways_to_cap(masked) == 1:
+        elif ways == 1:
             replace_scores(S, self.cap.of_any, addends)
         else:
-            cap_scores(S, self.cap, addends, self.config.ways_to_cap(masked))
+            cap_scores(S, self.cap, addends, ways)
 
     def _apply_mods(self, tile, n_block, S):
         """S = score_mod(S), and -inf where mask_mod hides a key; see ``flash_attn_func`` for what they are given."""
@@ -560,8 +525,8 @@ class MmaOps:
     def softmax_first(self, tile, n_block, s):
         """As ``softmax``, for the first block of a tile."""
         S = rows_of(s)
-        self._prepare(tile, n_block, S, True)
-        floor = self.state.floor if self.config.cap_floor else None
+        self._prepare(tile, n_block, S, True, first=True)
+        floor = self.cap.floor if self.config.near_first else None
         move_shifts(S, self.state, self._scales_log2, self._growth_log2(tile), floor)
         self._exponentials(S, True)
 
@@ -572,7 +537,8 @@ class MmaOps:
             if c.near_first:
                 self._near_block(S)
                 return
-            self._change(S, self._addends(tile, n_block, False, (shifts[0], shifts[1])), False)
+            addends = self._addends(tile, n_block, False, (shifts[0], shifts[1]))
+            self._change(S, addends, c.ways_to_cap(False))
             self._exponentials(S, False, shifted=True)
             return
         self._prepare(tile, n_block, S, phase.masked)
@@ -585,12 +551,19 @@ class MmaOps:
         self._exponentials(S, phase.masked)
 
     def _near_block(self, S):
-        """P in place of S, and its row sums, part by part."""
-        c, columns = self.config, self.config.tile_n // 4
-        part = columns // c.cap_parts
-        for begin in range(0, columns, part):
-            P = rows_of(cute.make_rmem_tensor(2 * part, Float32))
-            near_block(S, P, self.cap, self.state, c, begin, 0 if begin else 2 * columns * c.settle // 64)
+        """P in place of S, and its row sums, part by part: each is judged for itself."""
+        c, state, columns = self.config, self.state, self.config.tile_n // 4
+        shifts = (state.shift_log2[0], state.shift_log2[1])
+        for begin in range(0, columns, PART_COLUMNS):
+            size = min(PART_COLUMNS, columns - begin)
+            P = rows_of(cute.make_rmem_tensor(2 * size, Float32))
+            sums = cute.make_rmem_tensor(2, Float32)
+            settle_at = 0 if begin else 2 * columns * c.settle // 64
+            near_exponentials(S, P, sums, self.cap, begin, shifts, settle_at)
+            for r in range(2):
+                state.total[r] = state.total[r] + sums[r]
+                for j in range(size):
+                    S[r, begin + j] = P[r, j]
 
     @cute.jit
     def _move_outgrown(self, tile, S: cute.Tensor, unfixed: cutlass.Constexpr):
@@ -603,7 +576,7 @@ class MmaOps:
     def _is_unlooked(self, tile):
         """Whether the shift of a tile that is through was fixed; where another warp has marked it, False will do too."""
         unlooked = tile.again == 0
-        if self.config.near_first and not self.config.cap_sticky:
+        if self.config.near_first:
             unlooked = unlooked & self.cap.trusts_near
         if self.config.foresees:
             noted = self.worker_tiles.noted(self.local_warpgroup)
@@ -639,11 +612,11 @@ class MmaOps:
                 chains[r][j % 4] = p if chain is None else chain + p
                 if settle_at and r * columns + j + 1 == settle_at:
                     numerics.settle(
-                        sum_of(chains[0]) if r == 0 else sum_of(chains[0]) + sum_of(chains[1])
+                        numerics.sum_of(chains[0]) if r == 0 else numerics.sum_of(chains[0]) + numerics.sum_of(chains[1])
                     )
         for r in range(2):
             # Block by block: single terms would vanish beside the total of a long row.
-            state.total[r] = state.total[r] + sum_of(chains[r])
+            state.total[r] = state.total[r] + numerics.sum_of(chains[r])
 
     def convert_p(self, s):
         """Round P to 16 bit into the A operand of P V; the element order of S is that of the operand."""
@@ -717,17 +690,11 @@ class MmaOps:
                     self.worker_tiles.mark(tile, PASSES)
 
     def _near_is_right(self, tile, r, total):
-        """Whether no score was too large for the near polynomial, and those that were too small do not count."""
-        state = self.state
-        mean = state.shift_log2[r] + cute.math.log2(total, fastmath=True)
+        """Whether what the near polynomial made of scores far below zero is nothing beside the row's sum."""
+        mean_log2 = self.state.shift_log2[r] + cute.math.log2(total, fastmath=True)
         blocks = tile.n_blocks - 1 - self.unseen_blocks(tile)  # none: log2 gives -inf
         keys = Float32(blocks * self.config.tile_n)
-        right = mean - cute.math.log2(keys, fastmath=True) >= self.cap.lowest
-        if self.config.cap_sticky:
-            right = right | ~self.cap.trusts_near
-        if self.config.cap_way % 10 == 2:
-            right = right & (state.peak[r] <= cute.math.exp2(self.cap.near_top - state.shift_log2[r], fastmath=True))
-        return right
+        return mean_log2 - cute.math.log2(keys, fastmath=True) >= self.cap.lowest
 
     @cute.jit
     def _store_o(self, tile, place):
@@ -790,14 +757,3 @@ class MmaOps:
     def wait_store(self):
         """Wait until this warp's stores have read their shared memory."""
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-
-def sum_of(chains):
-    """Sum of up to four partial sums; None stands for nothing."""
-    parts = [x for x in chains if x is not None]
-    while len(parts) > 1:
-        parts = [
-            parts[i] + parts[i + 1] if i + 1 < len(parts) else parts[i]
-            for i in range(0, len(parts), 2)
-        ]
-    return parts[0]

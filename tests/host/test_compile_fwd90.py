@@ -78,7 +78,6 @@ def shipped() -> dict[str, ForwardConfig]:
         (64, 256, "causal"),
     ):
         named[f"{d}/{dv} {mask}"] = config_for(d, dv, MASKS[mask])
-    named["64/64 full, long"] = config_for(64, 64, False, seqlen=LONG)
     named["64/64 full, fp16"] = config_for(64, 64, False, bf16=False)
     named["128/128 causal, fp16"] = config_for(128, 128, True, bf16=False)
     named["128/128 causal, pack 4"] = config_for(128, 128, True, pack=4)

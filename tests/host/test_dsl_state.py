@@ -64,6 +64,14 @@ SAFE = {
             k_slot.release()
             k_slot = k_next
     """,
+    "a slot beside another ring's, and looks": """
+        for n in range(n_blocks):
+            before = k_slot
+            k_slot = k_consumer.wait_and_advance()
+            v_slot = v_consumer.wait_beside(before)
+            k_consumer.look_ahead()
+            v_consumer.look_ahead(k_slot)
+    """,
     "one ring for K and V": """
         for n in range(n_blocks):
             k, v = kv_consumer.wait_and_advance(), kv_consumer.wait_and_advance()
