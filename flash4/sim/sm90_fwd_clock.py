@@ -26,7 +26,7 @@ NOTHING = np.zeros((1, 1), np.float32)
 # Instructions of one warp beyond those that every element of S needs: (vector, others). Others are control flow,
 # barriers and the uniform datapath's: they take an issue slot and leave the register file's ports alone.
 SS_STEP, RS_STEP = (0, 3.8), (0, 1.5)  # per WGMMA, operand A in shared memory and in registers
-BLOCK = (22, 45)  # waits, releases, votes, the loop itself: a third at each of its three places
+BLOCK = (22, 20)  # waits, releases, votes, the loop itself: a third at each of its three places
 TILE, STORE = (100, 130), (100, 130)
 LOAD = (20, 20)  # one TMA copy
 DRAW_CYCLES = 1_000  # an atomic at the L2 and back: a guess

@@ -32,7 +32,7 @@ TILE_WORDS = 17  # of a slot, 4 bytes each
 DENSE_WORDS = 5  # the same, where all sequences are of one length
 NOTES = 4  # words behind those slots: see OUTGROWN
 # Registers per thread of ``mma`` and of ``load``, by warpgroups of ``mma``. ``load`` needs more to find tiles of
-# sequences and to copy blocks of four boxes (64 columns each), and most for seven (32 columns each, where 64 do not fit).
+# sequences and to copy wide blocks, which come in more boxes of 64 or 32 columns, most for the seven of head dim 224.
 REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32), 4: (112, 24)}
 MORE_TO_LOAD = {1: (256, 56), 2: (232, 40), 3: (152, 56), 4: (112, 32)}
 SEVEN_BOXES = (224, 56)
@@ -385,9 +385,9 @@ class ForwardConfig:
     def _registers(self) -> tuple[int, int]:
         """Registers per thread of ``mma`` and ``load``."""
         dims = (self.tile_d, self.tile_dv)
-        if 224 in dims and self.mma_warpgroups == 2:
+        if 224 in dims and self.mma_warpgroups == 2 and not self.varlen:
             return SEVEN_BOXES
-        much_to_load = self.varlen or 256 in dims
+        much_to_load = self.varlen or max(dims) > 128
         return (MORE_TO_LOAD if much_to_load else REGISTERS)[self.mma_warpgroups]
 
     @property

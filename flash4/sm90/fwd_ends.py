@@ -16,8 +16,6 @@ from flash4.common import numerics
 from flash4.common.dsl import check_carried, descriptor_of, inline_ptx, with_descriptor
 from flash4.common.graph import BARRIER_BYTES, WARP
 
-MOST_KEPT = 12  # descriptors of one operand that registers can hold around the loop
-
 
 def arrive(address, lane, ctas: int):
     """Arrive once for a warp, in each CTA of a cluster: lane i in CTA i.
@@ -202,11 +200,14 @@ def step_offsets(fragment):
     return [cute.crd2idx((0, 0, k, 0), fragment.layout) for k in range(steps)]
 
 
-def slot_steps(fragment, index):
-    """Fragments of slot ``index``, one to each WGMMA; worked out once, where the index is known, as far as they fit."""
+def slot_steps(fragment, index, keep: bool):
+    """Fragments of slot ``index``, one to each WGMMA.
+
+    Worked out once, where the index is known, and kept in registers; or only the first, where these are scarce.
+    """
     first = descriptor_of(fragment) + Int64(cute.crd2idx((0, 0, 0, index), fragment.layout))
     one, offsets = fragment[None, None, 0, 0], step_offsets(fragment)
-    if len(offsets) > MOST_KEPT:
-        first = numerics.kept(first)
-        return [with_descriptor(one, first + offset) for offset in offsets]
-    return [with_descriptor(one, numerics.kept(first + offset)) for offset in offsets]
+    if keep:
+        return [with_descriptor(one, numerics.kept(first + offset)) for offset in offsets]
+    first = numerics.kept(first)
+    return [with_descriptor(one, first + offset) for offset in offsets]

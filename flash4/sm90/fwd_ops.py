@@ -417,8 +417,10 @@ class MmaOps:
         S = cute.make_rmem_tensor(((2, 2, self.config.tile_n // 8), 1, 1), Float32)
         for i in range(cute.size(S)):
             S[i] = numerics.undefined()
+        c = self.config
+        keep = c.tile_d <= 192 and not (c.left and c.mma_warpgroups > 2)
         # With one stage a constant spares address arithmetic.
-        tSrQ = slot_steps(self.tSrQ, q_slot.index if self.config.q_stages > 1 else 0)
+        tSrQ = slot_steps(self.tSrQ, q_slot.index if c.q_stages > 1 else 0, keep)
         issue_mma(self.mma_qk, S, tSrQ, self.tSrK.steps(k_slot), False)
         return S
 

@@ -1,7 +1,7 @@
 """Block ranges, masks and tile order against brute force, and the same functions as the DSL traces them."""
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flash4 import reference
 from flash4.common.geometry import KvBlocks, ceil_div, imax, imin
-from flash4.common.tiles import Grid, TileSchedule, grid_of
+from flash4.common.tiles import Divisors, Grid, TileSchedule, grid_of
 from flash4.dispatch import choose_section, plan_forward
 from flash4.jit.compile import compile_kernel
 from flash4.problem import AttentionProblem
@@ -260,6 +260,36 @@ def test_decoding_past_the_end_is_harmless(schedule, beyond):
     assert tile.n_blocks >= 1 or tile.m_block < 0
 
 
+@dataclass(frozen=True)
+class Exact:
+    """Divides what a kernel's divisors can."""
+
+    number: int
+
+    def __post_init__(self):
+        assert 1 <= self.number < 2**31
+
+    def __rfloordiv__(self, x):
+        assert 0 <= x < 2**31
+        return x // self.number
+
+
+def prepared(schedule, change):
+    """The schedule with divisors of its own."""
+    divisors = Divisors.of(schedule.grid, schedule.section, schedule.step)
+    return replace(schedule, divisors=divisors.each(change))
+
+
+@given(schedules(), st.integers(0, 10_000))
+def test_divisors_divide_integers_from_0_on_by_what_is_not_0(schedule, beyond):
+    by_divisors, total = prepared(schedule, Exact), schedule.grid.total
+    for index in {*range(min(total, 40)), total // 2, total - 1, total, total + beyond}:
+        tile = by_divisors.at(index)
+        assert tile == schedule.at(index)
+        assert by_divisors.wave(index) == schedule.wave(index)
+        assert by_divisors.next(tile) == schedule.next(tile)
+
+
 @given(schedules())
 def test_tiles_of_a_section_stay_together_longest_first(schedule):
     grid, tiles_per_section = schedule.grid, schedule.section * schedule.grid.m_blocks
@@ -353,6 +383,10 @@ def schedule_values(case, integer=int):
     names = ("section", "start", "step", "seqlen_q", "seqlen_k")
     numbers = {name: integer(getattr(schedule, name)) for name in names}
     schedule = replace(schedule, grid=grid, **numbers)
+    if schedule.divisors is not None:
+        from flash4.common.numerics import Divisor
+
+        schedule = prepared(schedule, int if integer is int else Divisor)
     tile = schedule.at(integer(index))
     following = schedule.next(tile)
     return [
@@ -440,11 +474,15 @@ def stored_literals(ptx):
     return values
 
 
-@pytest.mark.parametrize("name", ["geometry", "schedule"])
+@pytest.mark.parametrize("name", ["geometry", "schedule", "schedule with divisors"])
 def test_the_dsl_traces_the_same_integers(name, tmp_path):
     cases, values_of = {
         "geometry": (geometry_cases(), geometry_values),
         "schedule": (schedule_cases(), schedule_values),
+        "schedule with divisors": (
+            [(prepared(schedule, int), index) for schedule, index in schedule_cases()],
+            schedule_values,
+        ),
     }[name]
     compiled = compile_kernel(f"{__name__}:traced_values", cases, "sm_90a", str(tmp_path))
     # The compiler folds the constants, so that a CPU can read what a GPU would store.
