@@ -16,11 +16,8 @@ from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import (
     LN2,
     LOG2E,
-    NEAR_LOWEST,
-    NEAR_OUTER,
     TANH_MIDDLE,
     TANH_MIDDLE_END,
-    TANH_NEAR,
     TANH_NEAR_END,
     usual_factors,
 )
@@ -42,6 +39,15 @@ from flash4.sim.limits import check_graph
 from flash4.sim.machine import Machine
 from flash4.sim.memory import Fragment, Region, Space
 from flash4.sim.rings import End, MmaQueue, Ring, SharedRing, Turn
+from flash4.sm90.fwd_cap import (
+    BELOW,
+    NEAR_OUTER,
+    PART_COLUMNS,
+    ROOM_LOG2,
+    SMALL_OUTER,
+    TRUST_LOG2,
+    factors_of_near,
+)
 from flash4.sm90.fwd_config import (
     ELEMENT_BYTES,
     MARKS,
@@ -81,19 +87,29 @@ def cap_scores(s: np.ndarray, inner: np.float32, outer: np.float32, ways: int = 
     used = np.repeat(pairs.reshape(-1, WARP_ROWS * pairs.shape[1]).max(1), WARP_ROWS)[:, None]
     x = s * inner
     square = np.minimum(x * x, np.float32(1))  # no overflow where the others are not taken
-    near, middle = (
-        np.polynomial.polynomial.polyval(square, np.float32(c)) for c in (TANH_NEAR, TANH_MIDDLE)
-    )
+    middle = x * np.polynomial.polynomial.polyval(square, np.float32(TANH_MIDDLE)) * outer
     is_near = (used <= TANH_NEAR_END / inner) & usual_factors(inner, outer) & (ways > 1)
     is_middle = (used <= TANH_MIDDLE_END / inner) & (ways == 3)
-    return np.where(is_near, x * near, np.where(is_middle, x * middle, np.tanh(x))) * outer
+    other = np.where(is_middle, middle, np.tanh(x) * outer)
+    return np.where(is_near, near_scores(np.where(is_near, s, 0), inner, outer), other)
 
 
 def near_scores(s: np.ndarray, inner: np.float32, outer: np.float32) -> np.ndarray:
     """Return the near polynomial of ``cap_scores`` of all scores, however large."""
-    square = s * s
-    c0, c1, c2 = (np.float32(c) * outer * inner ** np.float32(2 * i + 1) for i, c in enumerate(TANH_NEAR))
-    return s * ((c2 * square + c1) * square + c0)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        k, a, b = factors_of_near(inner, outer, outer ** np.float32(0.2))
+        t = s * np.float32(k)
+        w = t * t + np.float32(a)
+        return t * (w * w + np.float32(b))
+
+
+def part_scores(s: np.ndarray, inner: np.float32, outer: np.float32) -> np.ndarray:
+    """Return outer tanh(inner s) as where the near polynomial has failed: of a large cap NaN."""
+    if outer > SMALL_OUTER:
+        return np.full_like(s, np.nan)
+    with np.errstate(over="ignore"):
+        e = np.exp2(s * (inner * np.float32(2 * LOG2E)))
+    return np.float32(1) / (e + np.float32(1)) * (np.float32(-2) * outer) + outer
 
 
 @dataclass(frozen=True)
@@ -312,7 +328,6 @@ class MmaOps:
         self._o = Fragment(self._machine, f"O of {self._name}", shape, 0.0)
         self._shift = np.full(MMA_ROWS, -np.inf, np.float32)
         self._limit, self._total = np.zeros((2, MMA_ROWS), np.float32)
-        self._peak = np.zeros((MMA_ROWS, 4), np.float32)
 
     def qk(self, q_slot, k_slot):
         """Issue S = Q K^T into a fresh accumulator."""
@@ -334,11 +349,15 @@ class MmaOps:
     def softmax_first(self, tile, n_block, s):
         """As ``softmax``, for the first block of a tile."""
         self._limit[:] = -np.inf
-        self.softmax(tile, n_block, s, Phase(0, 1, True))
+        self._softmax(tile, n_block, s, Phase(0, 1, True), first=True)
 
     def softmax(self, tile, n_block, s, phase):
         """Move the shift if it must; P = exp2(scale_log2 S - shift), l += rowsum P."""
-        c, scale, s = self._config, self._call.scale_log2, s.values
+        self._softmax(tile, n_block, s, phase, first=False)
+
+    def _softmax(self, tile, n_block, s, phase, first):
+        call, c, s = self._call, self._config, s.values
+        scale = call.scale_log2
         if c.negate:
             np.negative(s, out=s)
         blocks, lengths = self._call.tiles.blocks, self._call.tiles.lengths(tile)
@@ -348,9 +367,9 @@ class MmaOps:
             self._near_block(s)
             return
         if c.changes_scores:
-            self._change(
-                tile, keys, s, phase.masked, self._shift if shifted else np.zeros_like(self._shift)
-            )
+            shift = self._shift if shifted else np.zeros_like(self._shift)
+            ways = c.ways_to_cap(phase.masked, first)
+            self._change(tile, keys, s, phase.masked, shift, ways)
         if c.score_mod or c.mask_mod:
             self._apply_mods(tile, keys, s)
         if phase.masked:
@@ -360,12 +379,15 @@ class MmaOps:
                 for edge in (blocks.key_begin, blocks.key_end)
             )
             s[(keys < begins) | (keys >= ends)] = -np.inf
-        outgrown = (s.max(1) > self._limit) | np.signbit(self._limit)
+        top = s.max(1)
+        if first and c.near_first and call.changed_scale <= SMALL_OUTER:
+            top = np.maximum(top, call.changed_scale - np.float32(ROOM_LOG2))
+        outgrown = (top > self._limit) | np.signbit(self._limit)
         outgrown &= not phase.fixed
         move = np.repeat(outgrown.reshape(-1, WARP_ROWS).any(1), WARP_ROWS)
         old = self._shift
-        grown = move & (s.max(1) * scale > old + np.float32(c.growth_log2(tile)))
-        self._shift = np.where(grown, s.max(1) * scale, old)
+        grown = move & (top * scale > old + np.float32(c.growth_log2(tile)))
+        self._shift = np.where(grown, top * scale, old)
         finite = np.where(self._shift == -np.inf, 0, self._shift)
         limit = (self._shift + c.growth_log2(tile)) / scale
         self._limit = np.where(move, limit, self._limit)
@@ -377,35 +399,35 @@ class MmaOps:
         self._total = self._total * self._correction + s.sum(1)
 
     def _near_block(self, s):
-        """P by the near polynomial, and once more, warp by warp, where a thread's sum of it is large."""
-        call, shift = self._call, self._shift[:, None]
-        p = np.exp2(near_scores(s, call.scale, call.changed_scale) - shift)
-        sums = p.reshape(len(p), -1, 4, 2).sum((1, 3))  # of the four threads of each row
-        if self._config.cap_way % 10 == 1:
-            large = (sums > self._near_limit[:, None]).any(1)
+        """P by the near polynomial, and once more, part by part and warp by warp, where a thread's sum of it is large."""
+        call, shift, keys = self._call, self._shift[:, None], 4 * PART_COLUMNS
+        for begin in range(0, s.shape[1], keys):
+            part = s[:, begin : begin + keys]
+            p = np.exp2(near_scores(part, call.scale, call.changed_scale) - shift)
+            large = self._is_large(p)
             large = np.repeat(large.reshape(-1, WARP_ROWS).any(1), WARP_ROWS)
-            exact = np.exp2(np.tanh(s * call.scale) * call.changed_scale - shift)
-            p = np.where(large[:, None], exact, p)
-        self._peak = np.maximum(self._peak, sums)
-        s[:] = p
-        self._correction = np.ones(len(p), np.float32)
-        self._total = self._total + p.sum(1)
+            exact = part_scores(part[large], call.scale, call.changed_scale)
+            p[large] = np.exp2(exact - shift[large])
+            part[:] = p
+            self._total = self._total + p.sum(1)
+        self._correction = np.ones(len(s), np.float32)
 
-    @property
-    def _near_limit(self):
-        return np.exp2(np.float32(np.tanh(TANH_NEAR_END)) * self._call.changed_scale - self._shift)
+    def _is_large(self, p):
+        """Rows of which a thread's sum of P is more than P of the largest score that the near polynomial is for."""
+        sums = p.reshape(len(p), -1, 4, 2).sum((1, 3))  # of the four threads of each row
+        top = np.float32(np.tanh(TANH_NEAR_END)) * self._call.changed_scale
+        return (sums > np.exp2(top - self._shift)[:, None]).any(1)
 
     def _near_is_right(self, tile):
-        """Rows without a score too large for the near polynomial, and in which those too small do not count."""
+        """Rows beside whose sum it is nothing what the near polynomial made of scores far below zero."""
         blocks = tile.n_blocks - 1 - self.unseen_blocks(tile)
-        lowest = np.float32(NEAR_LOWEST[0]) - np.float32(NEAR_LOWEST[1]) * self._call.changed_scale
-        mean = self._shift + np.log2(self._total) - np.log2(np.float32(blocks * self._config.tile_n))
-        right = (mean >= lowest) | (self._total == 0)
-        if self._config.cap_way % 10 == 2:
-            right &= (self._peak <= self._near_limit[:, None]).all(1)
-        return right
+        lowest = np.float32(BELOW[0] + TRUST_LOG2) - np.float32(BELOW[1]) * self._call.changed_scale
+        with np.errstate(divide="ignore"):
+            keys = np.log2(np.float32(blocks * self._config.tile_n))
+            mean = self._shift + np.log2(self._total) - keys
+        return (mean >= lowest) | (self._total == 0)
 
-    def _change(self, tile, keys, s, masked, shift):
+    def _change(self, tile, keys, s, masked, shift, ways):
         """S = scale S, or its cap, minus ALiBi's slope |p - j| and a shift; see ``changed_scale`` for units."""
         call, c, addend = self._call, self._config, -shift[:, None]
         if c.alibi:
@@ -421,7 +443,7 @@ class MmaOps:
                 addend = addend - slope * np.abs(distance)
             addend = addend.astype(np.float32)
         if c.softcap:
-            s[:] = cap_scores(s, call.scale, call.changed_scale, c.ways_to_cap(masked)) + addend
+            s[:] = cap_scores(s, call.scale, call.changed_scale, ways) + addend
         else:
             s[:] = s * call.changed_scale + addend
 

@@ -5,7 +5,7 @@ falls and rises without end. Blocks with a fixed shift and no mask take p for al
 more, and two judges see that it was right:
 
 - x > e: p rises, so P is more than P of e. Where the sum of a thread's P in one part of a block is more than that, the warp
-  does the part again, as outer (1 - 2 / (exp(2 x) + 1)), which errs by 4e-7 outer. For an outer factor of more than
+  does the part again, as outer (1 - 2 / (exp(2 x) + 1)), which errs by 5.2e-7 outer. For an outer factor of more than
   ``SMALL_OUTER`` that would be too much: P becomes NaN, and the tile is worked on again, as one that outgrew a fixed shift.
 - x < -e: |exp2(outer p) - exp2(outer tanh x)| <= 2^(A - B outer), (A, B) = ``BELOW``. Beside n keys and a row sum of P of
   n 2^(lowest - shift), lowest = A - B outer + ``TRUST_LOG2``, all n such errors are at most 2^-17.9 = 4.1e-6 of the sum. A
@@ -111,7 +111,7 @@ class Cap:
         return numerics.tanh(s * self.inner) * self.outer + addend
 
     def of_part(self, s, addend):
-        """Capped s + addend, to 4e-7 of the cap; NaN for a large one."""
+        """Capped s + addend, to 5.2e-7 of the cap; NaN for a large one."""
         e = cute.math.exp2(s * self.part_inner, fastmath=True)
         return cute.arch.rcp_approx(e + 1.0) * (-2.0 * self.outer) + (self.outer + addend)
 

@@ -213,9 +213,11 @@ class ForwardConfig:
     def near_first(self) -> bool:
         """Caps with a near polynomial take it unasked in blocks with a fixed shift and no mask; see ``fwd_cap``.
 
-        With slopes it would need what it is judged by for every score: its own limit would move with the key.
+        Not with slopes, as the limit by which it is judged would move with each key, and not for wide heads, whose O
+        leaves no registers for it.
         """
-        return self.softcap and self.fixed_shift and not self.alibi
+        narrow = max(self.tile_d, self.tile_dv) <= 128
+        return self.softcap and self.fixed_shift and narrow and not self.alibi
 
     @property
     def may_hide_any(self) -> bool:
