@@ -46,7 +46,10 @@ def per_call_us(
 
 
 def eager(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Time one eager call of each contender, without and with a graph for the backward."""
+    """Time one eager call of each contender, without and with a graph for the backward, and that.
+
+    The backward's time is that of `torch.autograd.grad`, its engine and the thread of the device included.
+    """
     import torch
 
     from bench.baselines import CONTENDERS, make_inputs
@@ -59,7 +62,7 @@ def eager(names: Sequence[str]) -> dict[str, dict[str, Any]]:
             found[name] = {"error": reason}
             continue
         found[name] = {}
-        one = make_inputs(CELL, 1, "forward", seed=int(time.time()))[0]
+        one = make_inputs(CELL, 1, "backward", seed=int(time.time()))[0]
         for label, grad in (("no_grad", False), ("with_grad", True)):
             q, k, v = (t.detach().requires_grad_(grad) for t in (one.q, one.k, one.v))
             try:
@@ -68,6 +71,12 @@ def eager(names: Sequence[str]) -> dict[str, dict[str, Any]]:
                     found[name][label] = per_call_us(call, torch.cuda.synchronize)
             except Exception as error:
                 found[name][label] = {"error": describe(error)}
+        try:
+            with contender.context():
+                call = contender.prepare(CELL, one, "backward")
+                found[name]["backward"] = per_call_us(call, torch.cuda.synchronize)
+        except Exception as error:
+            found[name]["backward"] = {"error": describe(error)}
     return found
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 import flash4
+from flash4 import cache_cli
 from flash4.dispatch import BACKWARD_KERNELS, FORWARD_KERNELS, plan_forward
 from flash4.interface import options_of
 from flash4.problem import AttentionProblem
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "compile a kernel and count its machine code"
     sass = add("sass", disassemble, text, any_kernel, problem)
     sass.add_argument("--dump-dir", type=Path, help="write PTX, cubin and SASS to this folder")
+    cache_cli.add_commands(add, problem, precompile)
     _add_simulator(add, kernel, problem, small)
     text = "break a kernel's schedule and see what is noticed"
     broken = add("mutants", mutants, text, any_kernel)
@@ -195,7 +197,7 @@ def _problem_options(batch=4, seqlen=4096, heads=16) -> argparse.ArgumentParser:
 
 def _kernel_options(kernels) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(add_help=False)
-    names = [name for name, *_ in kernels]
+    names = dict.fromkeys(name for name, *_ in kernels)
     options.add_argument("kernel", choices=names, help="name of the kernel")
     return options
 
@@ -244,6 +246,12 @@ def explain(arguments) -> int:
     given = keywords(a)
     print(flash4.explain(*meta_tensors(a), arch=a.arch, backward=a.backward, **given))
     return 0
+
+
+def precompile(arguments) -> int:
+    """``precompile``."""
+    q, k, v = meta_tensors(arguments)
+    return cache_cli.precompile(arguments, {"q": q, "k": k, "v": v, **keywords(arguments)})
 
 
 def _problem(arguments) -> AttentionProblem:

@@ -3,22 +3,30 @@
 from dataclasses import dataclass, replace
 
 from flash4.common.geometry import KvBlocks, ceil_div
-from flash4.common.kv_tiles import KvGrid, kv_grid_of
+from flash4.common.kv_tiles import KvGrid, kv_grid_of, slots_of
 from flash4.common.tiles import Grid, TileSchedule, grid_of, multiprocessors_for, workers_of
 from flash4.passes.bwd_config import FINISH, PREPARE, passes_of
 from flash4.problem import AttentionProblem
 from flash4.sm90 import bwd_config as sm90_bwd
+from flash4.sm90 import bwd_wide_config as sm90_bwd_wide
 from flash4.sm90 import fwd_config as sm90_fwd
 from flash4.sm100 import fwd_config as sm100_fwd
 
-# Every kernel: name, "module:class", architecture, module with can_implement(problem) and choose_config(problem).
+# Every kernel: name, "module:class", architecture, module with can_implement(problem) and choose_config(problem). One that is
+# compiled for several architectures has a row for each.
 FORWARD_KERNELS = (
     ("sm90-fwd", "flash4.sm90.fwd:ForwardSm90", "sm_90a", sm90_fwd),
     ("sm100-fwd", "flash4.sm100.fwd:ForwardSm100", "sm_100a", sm100_fwd),
+    ("sm100-fwd", "flash4.sm100.fwd:ForwardSm100", "sm_103a", sm100_fwd.SM103),
+    ("sm100-fwd", "flash4.sm100.fwd:ForwardSm100", "sm_110a", sm100_fwd),
 )
-BACKWARD_KERNELS = (("sm90-bwd", "flash4.sm90.bwd:BackwardSm90", "sm_90a", sm90_bwd),)
+BACKWARD_KERNELS = (
+    ("sm90-bwd", "flash4.sm90.bwd:BackwardSm90", "sm_90a", sm90_bwd),
+    ("sm90-bwd-wide", "flash4.sm90.bwd_wide:WideBackwardSm90", "sm_90a", sm90_bwd_wide),
+)
 ARCHITECTURES = {(9, 0): "sm_90a"}  # compute capability -> compile target
-NEVER_RUN = {(10, 0): "Blackwell"}  # kernels compile and are simulated, but nobody has run one
+# Kernels compile and are simulated, but nobody has run one.
+NEVER_RUN = {(10, 0): "Blackwell", (10, 3): "Blackwell Ultra", (11, 0): "Blackwell (Thor)"}
 
 L2_BYTES = 24 << 20  # of K and V that stay in L2 while a section runs; measured by HBM traffic
 HBM_BYTES, CALL_FLOPS = 4.2e12, 7e14  # of an H200, per second; a rough guess will do
@@ -31,7 +39,6 @@ MIN_SECTION = 3  # fewer heads at a time, and too many workers read the same lin
 MAX_TILES = 2**31 - 1  # tile numbers are int32 in the kernel
 MODELLED_TILES = 16_384  # beyond that the last wave does not matter
 MODELLED_SECTIONS = 32
-CAUSAL_BACKWARD_SECTION = 16  # heads whose tiles, longest first, balance well and still share L2
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,7 @@ class BackwardPlan:
         prepare: configuration of the kernel before it.
         finish: configuration of the kernel after it.
         grid: extent of the work in tiles of keys.
-        section: heads whose tiles run together.
+        section: heads whose tiles run together; of sequences of different lengths, tiles.
         reasons: why this kernel and this configuration.
         rejected: (name, reason) of the kernels that were not taken.
         copies: what is copied before the launch, and why.
@@ -149,22 +156,28 @@ class BackwardPlan:
 
     @property
     def query_blocks(self) -> int:
-        """Blocks of queries of each head."""
-        return ceil_div(self.problem.seqlen_q, self.config.tile_m)
+        """Blocks of queries of each head, of all batch entries; of packed queries at most."""
+        p, packed = self.problem, self.problem.cu_q
+        rows = p.batch * p.seqlen_q if packed else p.seqlen_q
+        return slots_of(p.batch, rows, self.config.tile_m, packed)
 
     @property
     def workspace_bytes(self) -> int:
-        """Temporary memory: for each query in whole blocks, dQ in float32 and two statistics; two turns of a block."""
-        p, c = self.problem, self.config
-        blocks = p.batch * p.heads_q * self.query_blocks
+        """Temporary memory: for each query in whole blocks, dQ in float32 and two statistics; two turns of a block.
+
+        Of packed queries at most so much.
+        """
+        c, blocks = self.config, self.problem.heads_q * self.query_blocks
         return 4 * blocks * (c.tile_m * (c.tile_d + 2) + 2 * c.ordered)
 
     def __str__(self):
         lines = [
             f"{self.name} for {self.arch}: {_summary(self.problem)}",
             f"  {self.config}",
-            f"  {self.grid.total} tiles of {self.config.tile_n} keys, {self.section} heads per section",
-            f"  {self.workspace_bytes} bytes of workspace",
+            f"  about {self.grid.total} tiles of {self.config.tile_n} keys, each found by its CTA"
+            if self.problem.varlen
+            else f"  {self.grid.total} tiles of {self.config.tile_n} keys, {self.section} heads per section",
+            f"  {'up to ' * self.problem.cu_q}{self.workspace_bytes} bytes of workspace",
         ]
         return "\n".join([*lines, *_explanations(self)])
 
@@ -239,10 +252,15 @@ def _choose_kernel(kernels, problem: AttentionProblem, arch: str):
         NotImplementedError: none takes the problem; the message has the reason of each.
     """
     rejected, taken = [], None
+    targets = {}
+    for name, _, target, _ in kernels:
+        targets.setdefault(name, []).append(target)
     for name, kernel, target, module in kernels:
-        reason = (
-            f"runs on {target}, not {arch}" if target != arch else module.can_implement(problem)
-        )
+        if target != arch:
+            if arch not in targets[name] and target == targets[name][0]:
+                rejected.append((name, f"runs on {', '.join(targets[name])}, not {arch}"))
+            continue
+        reason = module.can_implement(problem)
         if reason is not None:
             rejected.append((name, reason))
         elif taken is None:
@@ -290,8 +308,8 @@ def plan_backward(
         reasons=reasons,
         rejected=tuple(rejected),
     )
-    steps = plan.query_blocks * problem.batch * problem.heads_q
-    if max(plan.grid.total + plan.grid.n_blocks, steps) > MAX_TILES:
+    steps = plan.query_blocks * problem.heads_q
+    if max((plan.grid.total + plan.grid.n_blocks) * config.ctas, steps) > MAX_TILES:
         raise NotImplementedError(
             f"{plan.grid.total} tiles of keys, {steps} of queries; supported are {MAX_TILES}: split the batch"
         )
@@ -303,17 +321,20 @@ def _backward_section(problem: AttentionProblem, config, workers: int) -> int:
 
     Under a causal mask more heads, whose tiles of all lengths fill the gaps; so too where tiles of one head wait for one
     another.
+
+    Sequences of different lengths get the number of tiles: heads are counted for each of them on the GPU.
     """
+    if problem.varlen:
+        return workers
     grid = kv_grid_of(problem, config.tile_n)
-    wave = max(1, ceil_div(workers, grid.n_blocks))
-    several = problem.causal or problem.deterministic
-    return min(grid.head_count, max(wave, CAUSAL_BACKWARD_SECTION if several else 1))
+    wave = max(1, ceil_div(workers_of(workers, config.ctas), grid.n_blocks))
+    return min(grid.head_count, max(wave, config.least_heads))
 
 
 def gradient_obstacle(problem: AttentionProblem) -> str | None:
-    """Why no kernel gives gradients of a call, on whatever GPU, or None."""
+    """Why no kernel gives gradients of a call, on whatever GPU, or None; the last one takes the most head dims."""
     reasons = [module.can_implement(problem) for *_, module in BACKWARD_KERNELS]
-    return None if None in reasons else reasons[0]
+    return None if None in reasons else reasons[-1]
 
 
 def choose_section(problem: AttentionProblem, config, grid: Grid, workers: int) -> int:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from flash4 import ops
+from flash4 import launch, ops
 from flash4.common import mods
 from flash4.dispatch import BackwardPlan, Plan
 from flash4.problem import (
@@ -107,7 +107,9 @@ def _mods(q, keywords: dict) -> tuple[int, int, list | None]:
         TypeError: a mod that is none, or depends on what cannot be told; aux_tensors of the wrong type.
         ValueError: aux_tensors that are not supported, or that no mod reads.
     """
-    keys = tuple(mods.register(keywords[name]) for name in ("score_mod", "mask_mod"))
+    tracing = torch.compiler.is_compiling()
+    register = mods.register_while_tracing if tracing else mods.register
+    keys = tuple(register(keywords[name]) for name in ("score_mod", "mask_mod"))
     aux = keywords["aux_tensors"]
     if aux is None:
         return *keys, None
@@ -273,13 +275,16 @@ def _check_device(q):
         )
 
 
-def _forward(out, q, k, v, keywords: dict):
-    """Check a call and run it; returns (out, lse)."""
+def _forward(out, q, k, v, keywords: dict, scalars=None):
+    """Check a call and run it; returns (out, lse). With ``scalars``, the next one like it takes the short way."""
     options = _options(q, k, v, keywords)
     _check_device(q)
-    if out is None:
-        return ops.forward(q, k, v, *options)
-    return out, _forward_into(out, q, k, v, options)
+    if out is not None:
+        return out, _forward_into(out, q, k, v, options)
+    result = ops.forward(q, k, v, *options)
+    if scalars is not None and not launch.watched():
+        launch.remember(q, k, v, options, scalars)
+    return result
 
 
 def flash_attn_func(
@@ -340,6 +345,21 @@ def flash_attn_func(
         ValueError: sizes or devices that do not fit; the message says what is allowed.
         NotImplementedError: a keyword or GPU that is not supported yet; the message names it.
     """
+    scalars = None
+    if (
+        out is score_mod is score_mod_bwd is mask_mod is aux_tensors is block_mask is None
+        and q_descale is k_descale is v_descale is None
+        and window_size.__class__ is tuple
+        and not torch.compiler.is_compiling()
+    ):
+        repeatable = _deterministic(deterministic)
+        scalars = (
+            softmax_scale, causal, softcap, repeatable, pack_gqa, dropout_p, num_splits, *window_size,
+        )  # fmt: skip
+        tensors = (learnable_sink, alibi_slopes, None, None, None, None)
+        result = launch.attend(q, k, v, tensors, scalars, return_lse)
+        if result is not None:
+            return result if return_lse else result[0]
     keywords = dict(
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         learnable_sink=learnable_sink, deterministic=deterministic, pack_gqa=pack_gqa,
@@ -348,7 +368,7 @@ def flash_attn_func(
         dropout_p=dropout_p, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         num_splits=num_splits,
     )  # fmt: skip
-    out, lse = _forward(out, q, k, v, keywords)
+    out, lse = _forward(out, q, k, v, keywords, scalars)
     return (out, lse) if return_lse else out
 
 
@@ -364,7 +384,8 @@ def flash_attn_varlen_func(
 
     Either side is packed, with ``cu_seqlens``, or a batch of rows; ``seqused`` says how many rows of each sequence are
     in use, counted from its first. Masks are aligned at the ends of what is in use. What lies in k and v outside that
-    never reaches a result, whatever it holds; rows of q outside that give 0 in out, and -inf in lse. Lengths may be 0.
+    never reaches a result, whatever it holds; rows of q outside that give 0 in out, and -inf in lse. Gradients of all rows
+    outside are 0, and what lies there, in the gradients of out and lse too, does not matter. Lengths may be 0.
 
     Args:
         q: (total_q, heads_q, head_dim) with ``cu_seqlens_q``, else (batch, seqlen_q, heads_q, head_dim).
@@ -412,6 +433,23 @@ def flash_attn_varlen_func(
     for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if not (value is None or isinstance(value, (int, torch.Tensor))):
             raise TypeError(f"{name} must be an int, a tensor or None, got {value!r}")
+    scalars = None
+    if (
+        out is score_mod is score_mod_bwd is mask_mod is aux_tensors is block_mask is None
+        and page_table is q_descale is k_descale is v_descale is None
+        and window_size.__class__ is tuple
+        and not torch.compiler.is_compiling()
+    ):
+        repeatable = _deterministic(deterministic)
+        scalars = (
+            softmax_scale, causal, softcap, repeatable, pack_gqa, dropout_p, num_splits, *window_size,
+        )  # fmt: skip
+        tensors = (
+            learnable_sink, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+        )  # fmt: skip
+        result = launch.attend(q, k, v, tensors, scalars, return_lse)
+        if result is not None:
+            return result if return_lse else result[0]
     keywords = dict(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
         seqused_k=seqused_k, page_table=page_table, softmax_scale=softmax_scale, causal=causal,
@@ -421,7 +459,7 @@ def flash_attn_varlen_func(
         block_mask=block_mask, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
         q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, num_splits=num_splits,
     )  # fmt: skip
-    out, lse = _forward(out, q, k, v, keywords)
+    out, lse = _forward(out, q, k, v, keywords, scalars)
     return (out, lse) if return_lse else out
 
 

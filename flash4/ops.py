@@ -1,10 +1,11 @@
-"""Execution of planned calls, as PyTorch operators. No policy: plans come from ``dispatch``."""
+"""Execution of planned calls, and PyTorch operators for them. No policy: plans come from ``dispatch``."""
 
 import functools
 from dataclasses import dataclass, replace
 
 import torch
 
+from flash4.common.kv_tiles import slots_of
 from flash4.common.mods import AUX
 from flash4.dispatch import (
     BackwardPlan,
@@ -22,7 +23,9 @@ MAX_LAUNCHES = 8_192
 REDONE = "redone"  # names of counters among a kernel's optional tensors
 NEXT_TILE = "next_tile"  # zero at the launch
 RESET_COUNTER = "reset_counter"  # the same, and zero again behind it
+TURNS = "turns"
 THREADS_STREAM = 2  # handle by which each thread means a stream of its own
+LENGTHS_OF_QUERIES = ("cu_seqlens_q", "seqused_q")
 
 
 @dataclass(frozen=True)
@@ -128,17 +131,41 @@ def _launch_for(q, k, v, options: CallOptions) -> Launch | None:
     if not problem.is_empty:
         arch, workers = device_facts(q.device.index)
         launch = _launch_of(plan_forward(problem, arch, workers), q.device, workers)
-    if len(_launches) >= MAX_LAUNCHES:
-        _launches.clear()
-    _launches[key] = launch
+    keep(_launches, key, launch)
     return launch
+
+
+def keep(table: dict, key, value):
+    """Put a value into a table that never grows beyond bounds."""
+    if len(table) >= MAX_LAUNCHES:
+        table.clear()
+    table[key] = value
+
+
+def is_capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def kernel_for(kernel: str, config, arch: str):
+    """Launch function of a kernel, compiled here if it must be.
+
+    Raises:
+        RuntimeError: it must be compiled or loaded, which cannot be done while a CUDA graph is captured.
+    """
+    if not CACHE.contains(kernel, config, arch) and is_capturing():
+        raise RuntimeError(
+            f"flash4 has not loaded {kernel} for this kind of call yet, and cannot while a CUDA graph is captured: "
+            "make one such call before the capture, or flash4.precompile it"
+        )
+    return CACHE.get(kernel, config, arch)
 
 
 def _launch_of(plan: Plan, device, workers: int) -> Launch:
     """What a plan's kernel, compiled here if it must be, needs at run time."""
     config = plan.config
     with torch.cuda.device(device):
-        function = CACHE.get(plan.kernel, config, plan.arch)
+        function = kernel_for(plan.kernel, config, plan.arch)
     used = plan.multiprocessors_of(workers)
     return Launch(function, plan.section, used, config.numbers, config.optional_tensors)
 
@@ -306,12 +333,6 @@ torch.library.define(
 )
 
 
-@torch.library.impl("flash4::forward", "CUDA")
-def _forward(q, k, v, *options):
-    out = empty_output(q, v.shape[-1])
-    return out, run_forward(q, k, v, out, CallOptions(*options))
-
-
 @torch.library.register_fake("flash4::forward")
 def _forward_fake(q, k, v, *options):
     check_call(q, k, v, CallOptions(*options))
@@ -328,7 +349,7 @@ class BackwardLaunch:
         finish: compiled kernel after it.
         config: of the main kernel.
         section: heads per section of the tile schedule.
-        query_blocks: blocks of queries of each head.
+        query_blocks: blocks of queries of each head, of a batch entry or of packed queries.
     """
 
     prepare: object
@@ -354,12 +375,19 @@ def _backward_launch_for(q, k, v, options: CallOptions, dlse: bool) -> BackwardL
     if not problem.is_empty:
         plan = plan_backward(problem, *device_facts(q.device.index), dlse)
         with torch.cuda.device(q.device):
-            functions = [CACHE.get(*kernel) for kernel in plan.kernels]
-        launch = BackwardLaunch(*functions, plan.config, plan.section, plan.query_blocks)
+            functions = [kernel_for(*kernel) for kernel in plan.kernels]
+        blocks = query_blocks(q, plan.config.tile_m, options)
+        launch = BackwardLaunch(*functions, plan.config, plan.section, blocks)
     if len(_backward_launches) >= MAX_LAUNCHES:
         _backward_launches.clear()
     _backward_launches[key] = launch
     return launch
+
+
+def query_blocks(q, tile: int, options: CallOptions) -> int:
+    """Blocks of ``tile`` queries of each head, of a batch entry or of packed ``q``."""
+    packed = options.cu_seqlens_q is not None
+    return slots_of(options.batch(q) if packed else 1, q.shape[-3], tile, packed)
 
 
 def empty_gradients(q, k, v):
@@ -384,24 +412,49 @@ def run_backward(dout, dlse, inputs, out, lse, options: CallOptions):
         for gradient in gradients:
             gradient.zero_()
         return *gradients, _gradient_without_keys(dlse, lse, sink)
-    dq, dk, dv = (addressable_out(gradient) for gradient in gradients)
-    q, k, v, out, dout = (addressable(x) for x in (*inputs, out, dout))
+    dq, dk, dv = (addressable_out(as_batch(gradient)) for gradient in gradients)
+    q, k, v, out, dout = (addressable(as_batch(x)) for x in (*inputs, out, dout))
     config, rows = launch.config, (q.shape[0], q.shape[2], launch.query_blocks)
+    q, dout = (whole_rows(x) if config.ragged_q else x for x in (q, dout))
+    k, v = (whole_rows(x) if config.ragged_k else x for x in (k, v))
     statistics = q.new_empty((2, *rows[:2], rows[2] * config.tile_m), dtype=torch.float32)
     sums = q.new_empty((*rows, config.tile_m * config.tile_d), dtype=torch.float32)
-    prepared = (out, dout, lse.contiguous(), *statistics, sums)
-    tensors = (q, k, v, dout, *statistics, sums, dk, dv)
-    if options.alibi_slopes is not None:
-        tensors += (_optional_tensor("alibi_slopes", options, q.shape[0]),)
-    if config.ordered:
-        turns = q.new_empty((*rows, 2), dtype=torch.int32)
-        prepared, tensors = (*prepared, turns), (*tensors, turns)
-    prepared += () if dlse is None else (dlse,)
+    turns = q.new_empty((*rows, 2), dtype=torch.int32) if config.ordered else None
+    batch = options.batch(inputs[0])
+    optional = {
+        name: turns if name == TURNS else _optional_tensor(name, options, batch)
+        for name in config.optional_tensors
+    }
+    lengths = [optional[name] for name in LENGTHS_OF_QUERIES if name in optional]
+    prepared = (out, dout, as_batch(lse, 3).contiguous(), *statistics, sums, *lengths)
+    prepared += (turns,) if config.ordered else ()
+    prepared += () if dlse is None else (as_batch(dlse, 3),)
+    tensors = (q, k, v, dout, *statistics, sums, dk, dv, *optional.values())
     with torch.cuda.device(q.device):
         launch.prepare(prepared)
         launch.main(tensors, _backward_numbers(config.numbers, options), launch.section)
-        launch.finish(sums, dq, options.softmax_scale)
-    return *gradients, _gradient_of_sink(statistics[1], lse, sink)
+        launch.finish((sums, dq, *lengths), options.softmax_scale)
+    if sink is None:
+        return *gradients, lse.new_empty(0)
+    delta = statistics_of_rows(statistics[1], lse, options.cu_seqlens_q, config.tile_m)
+    return *gradients, _gradient_of_sink(delta, as_batch(lse, 3), sink)
+
+
+def as_batch(x, ndim: int = 4):
+    """Packed sequences as a batch of one; others as they are."""
+    return x if x.ndim == ndim else x[None]
+
+
+def statistics_of_rows(statistic, lse, cu_seqlens, tile: int):
+    """A statistic of blocks of ``tile`` queries, by rows as in ``lse``, with a batch; see ``common.kv_sequences``."""
+    rows = lse.shape[-1]
+    if cu_seqlens is None:
+        return statistic[:, :, :rows]
+    row = torch.arange(rows, device=lse.device)
+    begins = torch.nn.functional.pad(cu_seqlens.long().clamp(0, rows), (1, 0))
+    sequence = torch.bucketize(row, begins[1:], right=True)
+    first = begins[sequence]
+    return statistic[:, :, (first // tile + sequence) * tile + row - first]
 
 
 def _backward_numbers(names: tuple[str, ...], options: CallOptions) -> tuple:
@@ -419,10 +472,8 @@ def _backward_numbers(names: tuple[str, ...], options: CallOptions) -> tuple:
 
 def _gradient_of_sink(delta, lse, sink):
     """dsink = -sum of exp(sink - LSE) D, over batch and queries; nothing of rows with neither key nor sink."""
-    if sink is None:
-        return lse.new_empty(0)
     weight = torch.exp(sink.detach().float()[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)
-    return -(weight * delta[:, :, : lse.shape[2]]).sum((0, 2)).to(sink.dtype)
+    return -(weight * delta).sum((0, 2)).to(sink.dtype)
 
 
 def _gradient_without_keys(dlse, lse, sink):
@@ -431,7 +482,7 @@ def _gradient_without_keys(dlse, lse, sink):
         return lse.new_empty(0)
     if dlse is None or not lse.numel():
         return torch.zeros_like(sink)
-    return torch.where(lse == -torch.inf, 0.0, dlse).sum((0, 2)).to(sink.dtype)
+    return as_batch(torch.where(lse == -torch.inf, 0.0, dlse), 3).sum((0, 2)).to(sink.dtype)
 
 
 def plan_backward_call(
@@ -439,7 +490,11 @@ def plan_backward_call(
 ) -> BackwardPlan:
     """Plan of the backward of a call with ``inputs`` q, k and v, with the copies that they need."""
     plan = plan_backward(AttentionProblem.of_call(*inputs, options), arch, workers, dlse)
-    copies = zip(("q", "k", "v"), map(layout_obstacle, inputs), strict=True)
+    copies = list(zip(("q", "k", "v"), map(layout_obstacle, inputs), strict=True))
+    for i, ragged in enumerate((plan.config.ragged_q, *[plan.config.ragged_k] * 2)):
+        x = inputs[i]
+        if ragged and x.ndim == 4 and copies[i][1] is None and whole_rows(x) is not x:
+            copies[i] = (copies[i][0], "its batch stride is no multiple of its row stride")
     return replace(plan, copies=tuple(f"{name}: {why}" for name, why in copies if why is not None))
 
 
@@ -447,24 +502,27 @@ torch.library.define(
     "flash4::backward",
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float softmax_scale, "
     "bool causal=False, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, Tensor? sink=None, "
-    "Tensor? alibi_slopes=None, bool deterministic=False) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? alibi_slopes=None, bool deterministic=False, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 # Fields of CallOptions that the operator takes, in order.
 _BACKWARD_FIELDS = (
     "softmax_scale", "causal", "window_left", "window_right", "softcap", "sink", "alibi_slopes",
-    "deterministic",
+    "deterministic", *LENGTHS,
 )  # fmt: skip
+# Fields that hold tensors that are saved.
+_SAVED_FIELDS = ("sink", "alibi_slopes", *LENGTHS)
 SINK_INPUT = 3 + CallOptions._fields.index("sink")  # of the forward operator
+
+
+def backward_fields(options: CallOptions) -> tuple:
+    """What the backward operator takes behind its tensors."""
+    return tuple(getattr(options, name) for name in _BACKWARD_FIELDS)
 
 
 def backward_options(fields) -> CallOptions:
     """Options of what the backward operator was given behind its tensors."""
     return CallOptions(**dict(zip(_BACKWARD_FIELDS, fields, strict=False)))
-
-
-@torch.library.impl("flash4::backward", "CUDA")
-def _backward(dout, dlse, q, k, v, out, lse, *fields):
-    return run_backward(dout, dlse, (q, k, v), out, lse, backward_options(fields))
 
 
 @torch.library.register_fake("flash4::backward")
@@ -510,21 +568,21 @@ def _save(ctx, inputs, output):
         obstacle = "gradients of alibi_slopes are not built yet; detach them"
     if obstacle is not None:
         raise NotImplementedError(f"{obstacle}; without gradients, call it under torch.no_grad()")
-    ctx.save_for_backward(q, k, v, *output, options.sink, options.alibi_slopes)
+    ctx.save_for_backward(q, k, v, *output, *(getattr(options, name) for name in _SAVED_FIELDS))
     ctx.set_materialize_grads(False)
-    ctx.options = options._replace(sink=None, alibi_slopes=None, aux_tensors=None)
+    ctx.options = options._replace(aux_tensors=None, **dict.fromkeys(_SAVED_FIELDS))
 
 
 def _gradients(ctx, dout, dlse):
-    *saved, sink, slopes = ctx.saved_tensors
+    tensors = ctx.saved_tensors  # once: checkpointing refuses to unpack them again
+    saved, optional = tensors[:5], tensors[5:]
     dout = torch.zeros_like(saved[3]) if dout is None else dout
-    options = ctx.options._replace(sink=sink, alibi_slopes=slopes)
-    fields = (getattr(options, name) for name in _BACKWARD_FIELDS)
-    *gradients, dsink = backward(dout, dlse, *saved, *fields)
+    options = ctx.options._replace(**dict(zip(_SAVED_FIELDS, optional, strict=True)))
+    *gradients, dsink = backward(dout, dlse, *saved, *backward_fields(options))
     # As many as the caller gave: the dispatcher leaves out what is at its default.
     found = [None] * len(ctx.needs_input_grad)
     found[: len(gradients)] = gradients
-    if sink is not None:
+    if options.sink is not None:
         found[SINK_INPUT] = dsink
     asked = zip(ctx.needs_input_grad, found, strict=True)
     return tuple(x if wanted else None for wanted, x in asked)

@@ -364,12 +364,25 @@ def _scores(call: _Call, tile: _Tile) -> tuple[Tensor, Tensor | None]:
     # The scale goes on q, as in torch's own unfused math, because 16-bit q.k may overflow unscaled.
     scores = _times_kv(tile.q * call.scale, tile.k.mT)
     if o.softcap:
-        tanh = torch.tanh(scores / o.softcap)
-        scores, slope = o.softcap * tanh, 1 - tanh * tanh
+        within = scores / o.softcap
+        tanh = torch.tanh(within)
+        scores, slope = o.softcap * tanh, _slope_of_tanh(within, tanh)
     if o.alibi_slopes is not None:
         slopes = o.alibi_slopes.to(call.wide).expand(call.batch, call.heads)[tile.batch, tile.heads]
         scores = scores - slopes[:, :, None, None] * (tile.diagonal - tile.index[3]).abs()
     return scores, slope
+
+
+def _slope_of_tanh(x: Tensor, tanh: Tensor) -> Tensor:
+    """Return 1 - tanh^2, in 16 bits as torch has it.
+
+    Near 1 the square of a float64 tanh has lost the slope: from |x| = 19 on nothing would be left, though float32, and so
+    a kernel, can hold it up to |x| = 44. With r = 1 / (exp(2 |x|) + 1) it is 4 r (1 - r).
+    """
+    if x.dtype.itemsize == 2:
+        return 1 - tanh * tanh
+    r = 1 / (torch.exp(2 * x.abs()) + 1)
+    return 4 * r * (1 - r)
 
 
 def _evaluate(call: _Call, tile: _Tile, mod: Callable[..., Tensor], *leading: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ share its KV head: one (block, head) is a step.
 
 from dataclasses import dataclass
 
-from flash4.common.geometry import Phase, QueryBlocks, ceil_div, imax, imin
+from flash4.common.geometry import Phase, QueryBlocks, ceil_div, choose, imax, imin
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,65 @@ class KvGrid:
 
 
 @dataclass(frozen=True)
-class KvTileSchedule:
+class KvPlace:
+    """Where a tile lies in the tensors of a call.
+
+    Attributes:
+        batch: number of its sequence in the call.
+        entry_q: batch entry of the queries; 0 if they are packed.
+        entry_k: batch entry of keys and values; 0 if they are packed.
+        row_q: first row of its sequence in packed queries, else 0.
+        row_k: first row of its sequence in packed keys, else 0.
+        stored_k: rows that its sequence has there.
+        slot_q: first block of what is kept for its queries, in ``entry_q``.
+    """
+
+    batch: object
+    entry_q: object
+    entry_k: object
+    row_q: object
+    row_k: object
+    stored_k: object
+    slot_q: object
+
+
+class KvSteps:
+    """What verbs of any role ask of the steps of a tile; a schedule has ``blocks``, ``grid`` and ``lengths``."""
+
+    def is_seen(self, tile):
+        """Whether the tile has a key that exists, and its sequence a query; one that has not masks all of its steps."""
+        return True
+
+    def place(self, tile, i):
+        """(block of queries, query head) of step ``i``: the heads of a block one after the other.
+
+        So the masked blocks of all heads come first.
+        """
+        block = i // self.grid.ratio
+        head = tile.head_kv * self.grid.ratio + i - block * self.grid.ratio
+        return tile.first_block + block, head
+
+    def rank(self, tile, i):
+        """How many tiles must have added to dQ of step ``i`` before this one, in a fixed order; negative for one that is not asked.
+
+        They all have lower indices.
+        """
+        block, _ = self.place(tile, i)
+        rank = self.blocks.rank(tile.n_block, block, *self.lengths(tile))
+        return choose(self.is_seen(tile), rank, -1)
+
+    def phases(self, tile) -> tuple[Phase, ...]:
+        """Steps with a mask, those without, and, with a window that limits the left side, again those with a mask."""
+        unmasked = self.blocks.unmasked(tile.n_block, *self.lengths(tile))
+        begin, end = (
+            choose(self.is_seen(tile), block * self.grid.ratio, tile.steps) for block in unmasked
+        )
+        found = (Phase(0, begin, True), Phase(begin, end, False))
+        return (*found, Phase(end, tile.steps, True)) if self.blocks.ends_early else found
+
+
+@dataclass(frozen=True)
+class KvTileSchedule(KvSteps):
     """Order of the tiles: CTA ``start`` of ``step`` takes every ``step``-th.
 
     Heads are cut into sections of ``section`` heads; within a section the tiles of all its heads run from the longest
@@ -113,36 +171,31 @@ class KvTileSchedule:
             steps=self.blocks.count(n_block, *lengths) * grid.ratio,
         )
 
-    def place(self, tile, i):
-        """(block of queries, query head) of step ``i``: the heads of a block one after the other.
+    def lengths(self, tile):
+        """(queries, keys) of a tile's sequence."""
+        return self.seqlen_q, self.seqlen_k
 
-        So the masked blocks of all heads come first.
-        """
-        block = i // self.grid.ratio
-        head = tile.head_kv * self.grid.ratio + i - block * self.grid.ratio
-        return tile.first_block + block, head
+    def where(self, tile) -> KvPlace:
+        """Where a tile lies."""
+        batch = tile.batch
+        return KvPlace(batch, batch, batch, 0, 0, self.seqlen_k, 0)
 
-    def rank(self, tile, i):
-        """How many tiles must have added to dQ of step ``i`` before this one, in a fixed order; negative for one that is not asked.
 
-        They all have lower indices.
-        """
-        block, _ = self.place(tile, i)
-        return self.blocks.rank(tile.n_block, block, self.seqlen_q, self.seqlen_k)
+def slots_of(batch, rows, tile, packed: bool):
+    """Blocks of ``tile`` rows that all sequences have: of ``batch`` times ``rows``, or packed in so many; dual-mode.
 
-    def phases(self, tile) -> tuple[Phase, ...]:
-        """Steps with a mask, those without, and, with a window that limits the left side, again those with a mask."""
-        unmasked = self.blocks.unmasked(tile.n_block, self.seqlen_q, self.seqlen_k)
-        begin, end = (block * self.grid.ratio for block in unmasked)
-        found = (Phase(0, begin, True), Phase(begin, end, False))
-        return (*found, Phase(end, tile.steps, True)) if self.blocks.ends_early else found
+    Packed ones have more than their rows fill; see ``kv_sequences``.
+    """
+    return rows // tile + batch + 2 if packed else batch * ceil_div(rows, tile)
 
 
 def kv_grid_of(problem, tile_n: int) -> KvGrid:
-    """Tiles of a dense problem."""
+    """Tiles of a problem; where keys are packed, about as many as there are at most, of one long sequence."""
+    batch, rows = problem.batch, problem.seqlen_k
+    packed = slots_of(batch, batch * rows, tile_n, True)
     return KvGrid(
-        n_blocks=ceil_div(problem.seqlen_k, tile_n),
+        n_blocks=packed if problem.cu_k else ceil_div(rows, tile_n),
         heads_kv=problem.heads_kv,
-        batch=problem.batch,
+        batch=1 if problem.cu_k else batch,
         ratio=problem.gqa_ratio,
     )

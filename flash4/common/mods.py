@@ -75,6 +75,65 @@ def function(key: int):
         raise KeyError(f"mod {key:#x} is not known to this process: register it first") from None
 
 
+def register_while_tracing(mod) -> int:
+    """``register`` within ``torch.compile``, which compiles again once a number changes that the mod reads from outside.
+
+    Raises:
+        TypeError: as ``register``; or what the mod reads from outside cannot be watched.
+    """
+    if mod is None:
+        return 0
+    key, variables, cells, numbers = _constants(mod)
+    try:
+        closure = mod.__closure__
+    except AttributeError:  # the mod is made within what is compiled, from values that are watched
+        return key
+    for i, name in enumerate(variables):
+        value = mod.__globals__[name] if cells[i] < 0 else closure[cells[i]].cell_contents
+        if value != numbers[i]:  # not now: the comparison makes torch.compile watch the value
+            raise TypeError(f"{name}, which a mod depends on, changed meanwhile")
+    return key
+
+
+def constant_while_tracing(function):
+    """``torch.compiler.assume_constant_result``, which imports half of PyTorch; torch.compile runs ``function`` itself."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@constant_while_tracing
+def _constants(mod) -> tuple[int, tuple, tuple, tuple]:
+    """(key, names of variables that a mod reads from outside, their places in its closure or -1, their values)."""
+    key = register(mod)
+    if not isinstance(mod, types.FunctionType):
+        if _reads_numbers(mod):
+            raise TypeError(f"{mod!r} reads variables from outside: {_ADVICE}")
+        return key, (), (), ()
+    outside = _outside(mod)
+    for name, value in outside.items():
+        known = isinstance(value, _PLAIN) and "." not in name
+        if not (known or _is_known_by_name(value)) and _reads_numbers(value):
+            raise TypeError(f"a mod depends on {name}: {_ADVICE}")
+    plain = {name: value for name, value in outside.items() if isinstance(value, _PLAIN)}
+    cells = mod.__code__.co_freevars
+    places = tuple(cells.index(name) if name in cells else -1 for name in plain)
+    return key, tuple(plain), places, tuple(plain.values())
+
+
+_ADVICE = "torch.compile would not see it change; supported there are numbers as globals, closures or defaults of the mod itself"
+
+
+def _reads_numbers(value) -> bool:
+    """Whether what a function computes may change while it stays the same object."""
+    if _is_known_by_name(value):
+        return False
+    if isinstance(value, functools.partial):
+        return _reads_numbers(value.func)
+    if isinstance(value, types.FunctionType):
+        return any(_reads_numbers(x) for x in _outside(value).values() if x is not value)
+    return not isinstance(value, (types.ModuleType, type))
+
+
 def _describe(value, write, within: list):
     """Write bytes that differ if what a traced function makes of ``value`` may differ."""
     if any(value is outer for outer in within):  # a function that names itself

@@ -42,6 +42,12 @@ def kept(x):
     return Int64(inline_ptx(T.i64(), "=l,l", "mov.b64 $0, $1;", Int64(x)))
 
 
+def low_bits(n):
+    """Int32 whose lowest ``n`` bits are 1: none for n <= 0, all from 32 on."""
+    text = "{ .reg .b32 t; max.s32 t, $1, 0; shl.b32 t, 1, t; sub.s32 $0, t, 1; }"
+    return Int32(inline_ptx(T.i32(), "=r,r", text, Int32(n)))
+
+
 def max3_int(a, b, c):
     """Largest of three int32: one VIMNMX3 on sm_90 and later."""
     text = "{ .reg .s32 t; max.s32 t, $1, $2; max.s32 $0, t, $3; }"

@@ -70,6 +70,22 @@ def ragged_values_view(x):
     return cute.make_tensor(x.iterator, layout)
 
 
+def ragged_rows_view(x):
+    """View (B, S, H, D) as (row, D, H, wrap, end), to load; entries as in ``ragged_values_view``."""
+    return permuted_view(ragged_values_view(x), [1, 0, 2, 3, 4])
+
+
+def ragged_store_view(x):
+    """View (1, S, H, D) as (row, D, H, end), to store."""
+    _, rows, heads, head_dim = x.shape
+    _, s_row, s_head, s_dim = x.stride
+    layout = cute.make_layout(
+        (rows, head_dim, heads, rows + 1), stride=(s_row, s_dim, s_head, s_row)
+    )
+    before = (x.iterator - Int64(rows) * Int64(s_row)).align(TMA_ALIGN)
+    return cute.make_tensor(before, layout)
+
+
 def rows_of_entry(x):
     """Rows from one batch entry of (B, S, H, D) to the next; the stride is a multiple of a row's."""
     return Int32(x.stride[0] // x.stride[1])

@@ -5,25 +5,29 @@ flash4 and the versions of DSL, tvm-ffi and Python. Configs are plain data, so e
 
 On disk an entry is a shared library with a trailer (its SHA-256 and a magic word); what does not check is a miss, so a
 file cut short by a crash is never loaded. Processes compile under a lock of the key, write to a temporary file and
-rename it. A folder that cannot be used (unwritable, full, owned by someone else) is warned about once, and the
+rename it. Beside it lies a note of what it is, for people. A folder that cannot be used (unwritable, full, owned by someone else) is warned about once, and the
 process goes on with its memory cache.
 """
 
 import contextlib
 import functools
 import hashlib
+import json
 import os
 import platform
 import sys
 import tempfile
 import threading
+import time
 import warnings
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from flash4.jit import compile as jit_compile
 
 CACHE_DIR_VARIABLE = "FLASH4_CACHE_DIR"
+ABANDONED_S = 3600  # a temporary file of this age is of a process that was killed
 _MAGIC = b"flash4-1"
 _TRAILER = hashlib.sha256().digest_size + len(_MAGIC)
 
@@ -40,9 +44,12 @@ class KernelCache:
         self.compiles = 0
         self.loads = 0
         self._launchers = {}
+        self._warned = False
+        self._make_locks()
+
+    def _make_locks(self):
         self._locks = {}
         self._guard = threading.Lock()
-        self._warned = False
 
     def get(self, kernel: str, config, arch: str):
         """Return the launch function of a kernel, compiling it if no cache has it.
@@ -66,6 +73,46 @@ class KernelCache:
     def contains(self, kernel: str, config, arch: str) -> bool:
         """Whether this process has the kernel in memory."""
         return (kernel, config, arch) in self._launchers
+
+    def on_disk(self, kernel: str, config, arch: str) -> bool:
+        """Whether an intact entry of the kernel lies in the disk cache."""
+        folder = self._folder()
+        return folder is not None and is_intact(folder / f"{entry_name(kernel, config, arch)}.so")
+
+    def entries(self) -> list["Entry"]:
+        """What lies in the disk cache, newest first."""
+        try:
+            paths = sorted(cache_dir().glob("*.so"), key=_modified, reverse=True)
+        except (OSError, RuntimeError):
+            return []
+        return [Entry.of(path) for path in paths]
+
+    def clear_disk(self, stale: bool = False) -> int:
+        """Remove entries, and what processes that were killed left; returns how many entries.
+
+        Args:
+            stale: only entries that this version of flash4 and of what compiles it never loads.
+        """
+        doomed = [entry for entry in self.entries() if not stale or entry.stale]
+        for entry in doomed:
+            for suffix in (".so", ".json", ".lock"):
+                entry.path.with_suffix(suffix).unlink(missing_ok=True)
+        if cache_dir().is_dir():
+            _remove_abandoned(cache_dir(), ABANDONED_S if stale else 0)
+        return len(doomed)
+
+    def folder_obstacle(self) -> str | None:
+        """Why compiled kernels cannot be kept on disk, or None; makes nothing."""
+        try:
+            folder = cache_dir()
+            _check_owner(folder)
+            while not folder.exists():  # the nearest that does must let us make the rest
+                folder = folder.parent
+            if not folder.is_dir():
+                return f"{folder} is no folder"
+            return None if os.access(folder, os.W_OK) else f"{folder} is not writable"
+        except (OSError, RuntimeError) as error:
+            return str(error)
 
     def clear_memory(self):
         """Forget what this process loaded or compiled; the disk keeps it."""
@@ -115,6 +162,8 @@ class KernelCache:
                 if jit_compile.link(compiled, temporary):
                     seal(temporary)
                     os.replace(temporary, path)
+                    _write_note(path, key)
+                    _remove_abandoned(path.parent, ABANDONED_S)
                 else:
                     self._warn(
                         "the C compiler `cc`, which links them for the disk, is missing or failed"
@@ -130,8 +179,7 @@ class KernelCache:
         folder = "the user's cache folder"
         try:
             folder = cache_dir()
-            if folder.exists() and folder.stat().st_uid != os.getuid():
-                raise PermissionError(f"{folder} belongs to another user")
+            _check_owner(folder)
         except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
             self._warn_of_folder(folder, error)
             return None
@@ -150,6 +198,80 @@ class KernelCache:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file of the disk cache.
+
+    Attributes:
+        path: of the shared library.
+        bytes: its size.
+        modified: when it was written, in seconds since 1970.
+        kernel: its class as "module:class"; "?" if the note beside it is missing.
+        config: as text.
+        arch: target.
+        stale: another version of flash4, or of what compiles it, wrote it.
+    """
+
+    path: Path
+    bytes: int
+    modified: float
+    kernel: str
+    config: str
+    arch: str
+    stale: bool
+
+    @classmethod
+    def of(cls, path: Path):
+        """That of a file, which another process may remove meanwhile."""
+        try:
+            note = json.loads(path.with_suffix(".json").read_text("utf-8"))
+            facts = [str(note[name]) for name in ("kernel", "config", "arch")]
+            stale = note["fingerprint"] != fingerprint()
+        except (OSError, ValueError, TypeError, KeyError):
+            facts, stale = ["?", "?", "?"], True
+        try:
+            size = path.stat().st_size
+        except OSError:
+            size = 0
+        return cls(path, size, _modified(path), *facts, stale)
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _check_owner(folder: Path):
+    """Check that a folder, if it exists, is this user's.
+
+    Raises:
+        PermissionError: it is someone else's.
+    """
+    if folder.exists() and folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+
+
+def _write_note(path: Path, key):
+    """Say beside an entry what it is; nothing depends on it."""
+    kernel, config, arch = key
+    note = {"kernel": kernel, "config": repr(config), "arch": arch, "fingerprint": fingerprint()}
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(note), "utf-8")
+        os.replace(temporary, path.with_suffix(".json"))
+    except OSError:  # the entry itself is there
+        temporary.unlink(missing_ok=True)
+
+
+def _remove_abandoned(folder: Path, age_s: float):
+    """Remove temporary files of processes that were killed."""
+    for path in folder.glob("*.tmp"):
+        if time.time() - _modified(path) >= age_s:
+            path.unlink(missing_ok=True)
 
 
 def cache_dir() -> Path:
@@ -216,3 +338,4 @@ def _file_lock(path: Path):
 
 
 CACHE = KernelCache()
+os.register_at_fork(after_in_child=CACHE._make_locks)  # a thread of the parent may have held one

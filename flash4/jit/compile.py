@@ -5,13 +5,24 @@ kernels in the disk cache never imports it.
 """
 
 import importlib
+import os
 import subprocess
 import tempfile
 import threading
 from pathlib import Path
 
+from flash4.jit import versions
+
 ENTRY = "flash4_launch"  # exported function of every compiled kernel
 _COMPILING = threading.Lock()  # the DSL traces one function at a time
+
+
+def _after_fork():
+    global _COMPILING
+    _COMPILING = threading.Lock()  # a thread of the parent may have held the other
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def load_kernel(kernel: str, config):
@@ -38,12 +49,15 @@ def compile_kernel(kernel: str, config, arch: str, dump_dir: str | None = None):
         The DSL's compiled function.
 
     Raises:
-        RuntimeError: the DSL could not compile it; the message names kernel, config and versions.
+        RuntimeError: the DSL is missing or could not compile it; the message names kernel, config, versions and paths.
     """
     with _COMPILING:
-        import cutlass.cute as cute
+        try:
+            import cutlass.cute as cute
 
-        return _compile(cute, kernel, config, arch, dump_dir)
+            return _compile(cute, kernel, config, arch, dump_dir)
+        except Exception as error:
+            raise RuntimeError(_failure(kernel, config, arch, error)) from error
 
 
 def _compile(cute, kernel, config, arch, dump_dir):
@@ -51,15 +65,20 @@ def _compile(cute, kernel, config, arch, dump_dir):
     if dump_dir is not None:
         options += f" --keep-ptx --keep-cubin --dump-dir {dump_dir}"
     instance = load_kernel(kernel, config)
-    try:
-        return cute.compile(instance, *instance.fake_arguments(), options=options)
-    except Exception as error:
-        from importlib.metadata import version
+    return cute.compile(instance, *instance.fake_arguments(), options=options)
 
-        raise RuntimeError(
-            f"flash4 could not compile {kernel} for {arch} with {config} "
-            f"(nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')})"
-        ) from error
+
+def _failure(kernel, config, arch, error) -> str:
+    """What to say of a kernel that does not compile: what it was, what is installed, and the nearest thing to do."""
+    obstacle = versions.toolchain_obstacle()
+    advice = (
+        obstacle
+        or "if the versions are right, report it with the output of `python -m flash4 describe`"
+    )
+    return (
+        f"flash4 could not compile {kernel} for {arch} with {config}: {type(error).__name__}: {error}\n"
+        f"{versions.report()}\n  to do: {advice}"
+    )
 
 
 def link(compiled, target: Path) -> bool:

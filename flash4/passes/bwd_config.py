@@ -18,6 +18,8 @@ class PrepareConfig:
         tile_dv: head dim of out, padded.
         dlse: the LSE has a gradient.
         ordered: turns of tiles that add to dQ are counted, from zero.
+        cu_q: queries are packed, as in ``sm90.bwd_config.BackwardConfig``.
+        used_q: queries in use are counted.
     """
 
     bf16: bool
@@ -26,6 +28,8 @@ class PrepareConfig:
     tile_dv: int
     dlse: bool
     ordered: bool = False
+    cu_q: bool = False
+    used_q: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class FinishConfig:
     tile_m: int
     tile_d: int
     swap_dq: bool
+    cu_q: bool = False
+    used_q: bool = False
 
     @property
     def splits_queries(self) -> bool:
@@ -45,7 +51,10 @@ class FinishConfig:
 
 def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig]:
     """The kernels around a backward kernel of this config."""
+    lengths = (config.cu_q, config.used_q)
     prepare = PrepareConfig(
-        config.bf16, config.tile_m, config.tile_d, config.tile_dv, dlse, config.ordered
+        config.bf16, config.tile_m, config.tile_d, config.tile_dv, dlse, config.ordered, *lengths
     )
-    return prepare, FinishConfig(config.bf16, config.tile_m, config.tile_d, config.swap_dq)
+    return prepare, FinishConfig(
+        config.bf16, config.tile_m, config.tile_d, config.swap_dq, *lengths
+    )

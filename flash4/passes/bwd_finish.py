@@ -6,8 +6,10 @@ from cutlass import BFloat16, Float16, Float32
 from cutlass.memory import SmemAllocator
 
 from flash4.common.fragments import GROUP_NUMBERS, dq_place
+from flash4.common.kv_sequences import Side
 from flash4.passes.bwd_config import THREADS, FinishConfig
 from flash4.passes.bwd_prepare import VECTOR, place_of
+from flash4.passes.bwd_rows import fake_lengths, queries_side, rows_of
 
 PARTS = 2  # MMA warpgroups of the backward
 PART_THREADS = THREADS // PARTS
@@ -41,31 +43,33 @@ class FinishBackward:
             assumed_align=16,
         )
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-        return (sums, dq, Float32(1.0), stream)
+        return ((sums, dq, *fake_lengths(c)), Float32(1.0), stream)
 
     @cute.jit
     def __call__(
         self,
-        sums: cute.Tensor,  # (B, H, blocks, tile_m tile_d), float32
-        dq: cute.Tensor,  # (B, S, H, D)
+        tensors,  # sums (B, H, blocks, tile_m tile_d), float32, dq (B, S, H, D); cu_q, used_q
         scale: Float32,
         stream,
     ):
         """Launch."""
+        sums, dq, *lengths = tensors
         blocks = (sums.shape[2], sums.shape[1])
-        self.kernel(sums, dq, scale, blocks).launch(
+        side = queries_side(self.config, dq, lengths)
+        self.kernel((sums, dq), scale, blocks, side).launch(
             grid=(sums.shape[2] * sums.shape[1] * sums.shape[0], 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, sums: cute.Tensor, dq: cute.Tensor, scale: Float32, blocks: tuple):
+    def kernel(self, tensors: tuple, scale: Float32, blocks: tuple, side: Side):
         """Sums -> registers -> shared memory, by rows -> dQ."""
-        c = self.config
+        c, (sums, dq) = self.config, tensors
         thread, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()
         block, head, batch = place_of(index, blocks)
+        rows = rows_of(side, thread, (block, batch), dq, c.tile_m)
         part, mine = thread // PART_THREADS, thread % PART_THREADS
         width = c.tile_d + VECTOR  # rows apart by other than whole turns of the banks
         sQ = SmemAllocator().allocate_tensor(
@@ -82,16 +86,20 @@ class FinishBackward:
         for group in cutlass.range_constexpr(groups):
             for number in cutlass.range_constexpr(GROUP_NUMBERS):
                 query, column = dq_place(c, part, mine, group, number)
-                sQ[query, column] = (values[number, group] * scale).to(self.dtype)
+                value = values[number, group] * scale
+                if cutlass.const_expr(side is not None):  # rows may be stored but not in use
+                    value = Float32(cutlass.select_(query < rows.used, value, Float32(0.0)))
+                sQ[query, column] = value.to(self.dtype)
         cute.arch.sync_threads()
         vectors = c.tile_d // VECTOR  # of a row
         for i in cutlass.range_constexpr(cute.ceil_div(c.tile_m * vectors, THREADS)):
             number = i * THREADS + thread
             query, vector = number // vectors, number % vectors
-            row = block * c.tile_m + query
-            if (query < c.tile_m) & (row < dq.shape[1]) & (vector * VECTOR < dq.shape[3]):
+            exists = (query < c.tile_m) & (query < rows.stored)
+            if exists & (vector * VECTOR < dq.shape[3]):
+                row = dq[rows.entry, rows.begin + query, head, None]
                 at = (sQ.iterator + (query * width + vector * VECTOR)).align(16)
-                to = (dq[batch, row, head, None].iterator + vector * VECTOR).align(16)
+                to = (row.iterator + vector * VECTOR).align(16)
                 copied = cute.make_rmem_tensor(VECTOR, self.dtype)
                 cute.autovec_copy(cute.make_tensor(at, cute.make_layout(VECTOR)), copied)
                 cute.autovec_copy(copied, cute.make_tensor(to, cute.make_layout(VECTOR)))

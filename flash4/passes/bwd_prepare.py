@@ -4,8 +4,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32
 
+from flash4.common.kv_sequences import Side
 from flash4.common.numerics import LOG2E
 from flash4.passes.bwd_config import THREADS, PrepareConfig
+from flash4.passes.bwd_rows import fake_lengths, queries_side, rows_of
 
 VECTOR = 8  # 16-bit elements of one load
 FLOATS = 4  # float32 of one store
@@ -18,7 +20,9 @@ class PrepareBackward:
     def __init__(self, config: PrepareConfig):
         self.config = config
         self.dtype = BFloat16 if config.bf16 else Float16
-        self.lanes = 8 if config.tile_dv <= 64 else 16  # threads of one row
+        self.lanes = next(
+            n for n in (8, 16, 32) if n * VECTOR >= config.tile_dv
+        )  # threads of one row
         self.rows = THREADS // self.lanes  # at a time
 
     def fake_arguments(self):
@@ -48,6 +52,7 @@ class PrepareBackward:
         )
         tensors = (
             rows(), rows(), statistic(seqlen, 1), statistic(padded, 1), statistic(padded, 1), sums,
+            *fake_lengths(c),
         )  # fmt: skip
         if c.ordered:
             tensors += (
@@ -65,26 +70,28 @@ class PrepareBackward:
     @cute.jit
     def __call__(
         self,
-        tensors,  # out, dout (B, S, H, Dv), lse (B, H, S); lse2, delta (B, H, padded S), dq (B, H, blocks, ..); turns, dlse
+        tensors,  # out, dout (B, S, H, Dv), lse (B, H, S); lse2, delta (B, H, padded S), dq (B, H, blocks, ..); cu_q, used_q, turns, dlse
         stream,
     ):
         """Launch."""
-        sums = tensors[5]
+        sums, lengths = tensors[5], self.config.cu_q + self.config.used_q
         blocks = (sums.shape[2], sums.shape[1])
-        self.kernel(tensors, blocks).launch(
+        side = queries_side(self.config, tensors[0], tensors[6 : 6 + lengths])
+        self.kernel(tensors[:6] + tensors[6 + lengths :], blocks, side).launch(
             grid=(sums.shape[2] * sums.shape[1] * sums.shape[0], 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, tensors: tuple, blocks: tuple):
+    def kernel(self, tensors: tuple, blocks: tuple, side: Side):
         """All loads first: they are what takes the time."""
         c = self.config
         out, dout, lse, lse2, delta, sums, *optional = tensors
         thread, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()
         block, head, batch = place_of(index, blocks)
+        mine = rows_of(side, thread, (block, batch), out, c.tile_m)
         passes = cute.ceil_div(c.tile_m, self.rows)
         lane, first = thread % self.lanes, thread // self.lanes
         outs = cute.make_rmem_tensor((VECTOR, passes), self.dtype)
@@ -92,10 +99,11 @@ class PrepareBackward:
         outs.fill(0.0)
         douts.fill(0.0)
         for i in cutlass.range_constexpr(passes):
-            row = block * c.tile_m + i * self.rows + first
-            if (row < out.shape[1]) & (lane * VECTOR < out.shape[3]):
-                load_vector(out[batch, row, head, None], lane, outs[None, i])
-                load_vector(dout[batch, row, head, None], lane, douts[None, i])
+            row = i * self.rows + first
+            if (row < mine.used) & (lane * VECTOR < out.shape[3]):
+                place = (mine.entry, mine.begin + row, head, None)
+                load_vector(out[place], lane, outs[None, i])
+                load_vector(dout[place], lane, douts[None, i])
         zeros = cute.make_rmem_tensor(FLOATS, Float32)
         zeros.fill(0.0)
         target = sums[batch, head, block, None].iterator + thread * FLOATS
@@ -109,19 +117,20 @@ class PrepareBackward:
             products = outs[None, i].load().to(Float32) * douts[None, i].load().to(Float32)
             total = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
-            row = block * c.tile_m + i * self.rows + first
-            if (lane == 0) & (i * self.rows + first < c.tile_m):
+            row = i * self.rows + first
+            if (lane == 0) & (row < c.tile_m):
                 # What is +inf makes P = 0: rows behind the last, and rows that see no key.
                 row_lse, row_delta = Float32.inf, Float32(0.0)
-                if row < out.shape[1]:
-                    row_lse = lse[batch, head, row] * LOG2E
+                if row < mine.used:
+                    stored = (mine.entry, head, mine.begin + row)
+                    row_lse = lse[stored] * LOG2E
                     row_delta = total
                     if cutlass.const_expr(c.dlse):
-                        row_delta = total - optional[-1][batch, head, row]
+                        row_delta = total - optional[-1][stored]
                     if row_lse == -Float32.inf:
                         row_lse, row_delta = Float32.inf, Float32(0.0)
-                lse2[batch, head, row] = row_lse
-                delta[batch, head, row] = row_delta
+                lse2[batch, head, block * c.tile_m + row] = row_lse
+                delta[batch, head, block * c.tile_m + row] = row_delta
 
 
 def place_of(index, blocks):

@@ -20,6 +20,7 @@ from flash4.common.handout import (
     ToldTiles,
     find,
 )
+from flash4.common.search import last_before
 from flash4.common.varlen import Entry
 from flash4.sim.barriers import Barrier
 from flash4.sim.machine import Machine
@@ -28,6 +29,8 @@ from flash4.sim.memory import ADD, Region, Space
 
 class HostWarp:
     """A warp whose lanes are the elements of an array."""
+
+    zero = 0
 
     def each(self, of, first):
         """of(first) in the first lane, of(first + 1) in the next, ..."""
@@ -48,9 +51,17 @@ class HostWarp:
         assert condition.sum() <= 1
         return int(condition.argmax()) if condition.any() else WARP
 
+    def how_many(self, condition):
+        """Number of lanes with a condition."""
+        return int(condition.sum())
+
     def value_of(self, values, lane):
         """Value of a lane."""
         return int(values[lane % WARP])
+
+    def last_before(self, side, slot, stride):
+        """See ``search.last_before``."""
+        return plain(last_before)(side, self, slot, stride)
 
 
 def shared_out(total: int, workers: int, seed: int) -> list[list[int]]:

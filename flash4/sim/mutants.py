@@ -18,22 +18,26 @@ import numpy as np
 from flash4.common import handout
 from flash4.common.dsl import plain
 from flash4.problem import CallOptions
-from flash4.sim import sm90_bwd, sm100_fwd
+from flash4.sim import sm90_bwd, sm90_bwd_wide, sm100_fwd
 from flash4.sim.cluster import arrive_at
 from flash4.sim.machine import Hazard
 from flash4.sim.rings import Ring, SharedRing
 from flash4.sim.sm90_fwd import Variation, round_to_16_bit, simulate_forward
-from flash4.sm90 import bwd_roles, fwd_roles
+from flash4.sm90 import bwd_joint_roles, bwd_roles, bwd_wide_roles, fwd_roles
 from flash4.sm90.bwd_config import BackwardConfig
+from flash4.sm90.bwd_wide_config import WideBackwardConfig
 from flash4.sm90.fwd_config import ForwardConfig
 from flash4.sm100 import fwd_roles as fwd_roles_sm100
+from flash4.sm100 import fwd_wide_roles as fwd_wide_roles_sm100
 from flash4.sm100.fwd_config import ForwardConfig as ForwardConfigSm100
 
 DROPPED = {
     *("commit", "release", "open", "wait", "pass_on", "wait_mma", "wait_store"),
-    *("post", "tail"),  # of signals and rings on Blackwell
+    *("post", "tail", "meet"),  # of signals, rings and pairs on Blackwell
     *("post_nothing", "wait_stores"),  # of tiles that are handed out
     *("sync", "acquire", "wait_read", "wait_turn", "pass_turn", "drain"),  # of the backward
+    *("post_p", "wait_p", "post_ds", "wait_ds"),  # of the wide one
+    *("wait_peer", "release_peer", "acquire_ds"),  # and of its pairs of CTAs
 }
 UNWAITED = {
     "acquire_and_advance",
@@ -127,12 +131,28 @@ PROBLEMS = (
 # Rings that wrap within a tile and over tiles, tiles of one block and of several, one and two slots of O, a pair of CTAs.
 SM100_SMALL = {"bf16": True, "tile_d": 64, "tile_dv": 64, "tile_n": 64, "head": 32}
 SM100_PAIR = {**SM100_SMALL, "tile_d": 128, "tile_dv": 128, "ctas": 2}
+SM100_WIDE = {**SM100_SMALL, "tile_dv": 128, "q_tiles": 1}
 SM100_PROBLEMS = (
     Problem(ForwardConfigSm100(**SM100_SMALL, causal=True, stages=3, o_slots=1), 500, 250),
     Problem(ForwardConfigSm100(**SM100_SMALL, causal=False, stages=2), 700, 60),
     Problem(ForwardConfigSm100(**SM100_SMALL, causal=False, stages=6, fixed_shift=True), 700, 130),
     Problem(ForwardConfigSm100(**SM100_PAIR, causal=True, stages=3, o_slots=1), 900, 250),
-)
+    Problem(ForwardConfigSm100(**SM100_PAIR, causal=False, stages=3, fixed_shift=True), 900, 130),
+    Problem(ForwardConfigSm100(**SM100_WIDE, causal=True, stages=3, o_slots=1), 300, 250),
+    Problem(ForwardConfigSm100(**SM100_WIDE, causal=False, stages=2), 300, 60),
+    Problem(ForwardConfigSm100(**SM100_WIDE, causal=False, stages=6, fixed_shift=True), 300, 200),
+    Problem(
+        ForwardConfigSm100(**SM100_WIDE, ctas=2, causal=True, stages=3, fixed_shift=True),
+        500, 250,
+    ),
+    Problem(ForwardConfigSm100(**SM100_SMALL, causal=True, left=True), 500, 300, left=90),
+    Problem(
+        ForwardConfigSm100(**SM100_PAIR, causal=True, left=True, stages=3), 600, 300, left=90
+    ),
+    Problem(
+        ForwardConfigSm100(**SM100_WIDE, ctas=2, causal=True, left=True, stages=4), 500, 300, left=90
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -171,6 +191,20 @@ BACKWARD_PROBLEMS = (
     BackwardProblem(BackwardConfig(True, 16, 16, 128, True), 300, 300, 1, 2),
     BackwardProblem(BackwardConfig(True, 16, 16, 64, False), 64, 400),
     BackwardProblem(BackwardConfig(True, 16, 16, 64, True, ordered=True), 300, 400, 1, 3),
+)
+
+# One and two parts of dQ for a warpgroup, one CTA and two, one slot of dO and two.
+WIDE_BACKWARD_PROBLEMS = (
+    BackwardProblem(WideBackwardConfig(True, 128, 64, False, ctas=1), 300, 120),
+    BackwardProblem(WideBackwardConfig(True, 192, 64, True), 150, 200, 2),
+    BackwardProblem(WideBackwardConfig(True, 256, 64, False, do_stages=2), 300, 150),
+    BackwardProblem(WideBackwardConfig(True, 128, 64, False), 64, 300),
+    BackwardProblem(WideBackwardConfig(True, 192, 64, True, ordered=True), 200, 300, 1, 3),
+)
+
+JOINT_BACKWARD_PROBLEMS = (
+    BackwardProblem(WideBackwardConfig(True, 256, 64, False, joint=True), 300, 200),
+    BackwardProblem(WideBackwardConfig(True, 256, 64, True, joint=True, do_stages=2), 250, 200, 2),
 )
 
 
@@ -362,16 +396,16 @@ class OwnCounts(SharedRing):
         return self.full
 
 
-def cluster_mutants() -> Iterator[Mutant]:
-    """Mutants of what CTAs do that share tiles: how they meet, release and copy."""
+def cluster_mutants(vary: Callable = Variation) -> Iterator[Mutant]:
+    """Mutants of what CTAs do that share tiles: how they meet, release and copy; ``vary`` makes the variations."""
     for kind in (
         OwnReleases, TwiceReleased, SwappedReleases, OwnCopies, WholeCopies, OwnCounts,
     ):  # fmt: skip
         name = f"cluster: {kind.__doc__.rstrip('.')}"
-        yield Mutant(name, 0, True, functools.partial(Variation, shared=kind))
+        yield Mutant(name, 0, True, functools.partial(vary, shared=kind))
     for left, where in (("end", "before the roles begin"), ("start", "before one ends")):
         name = f"cluster: CTAs do not meet {where}"
-        yield Mutant(name, 0, True, functools.partial(Variation, meets=(left,)))
+        yield Mutant(name, 0, True, functools.partial(vary, meets=(left,)))
 
 
 def handout_mutants() -> Iterator[Mutant]:
@@ -413,23 +447,55 @@ def sm90_fwd_mutants() -> list[Mutant]:
 
 
 def sm100_fwd_mutants() -> list[Mutant]:
-    """All mutants of the Blackwell forward's source."""
-    source, path = inspect.getsource(fwd_roles_sm100), fwd_roles_sm100.__file__
-    return list(mutants_of_source(source, path, "ForwardRoles", sm100_fwd.Variation))
+    """All mutants of the Blackwell forward's source: of the roles with two Q tiles, and of those with one."""
+    kinds = ((fwd_roles_sm100, "ForwardRoles", ""), (fwd_wide_roles_sm100, "WideRoles", "wide "))
+    return [
+        replace(mutant, name=prefix + mutant.name)
+        for module, roles, prefix in kinds
+        for mutant in mutants_of_source(
+            inspect.getsource(module), module.__file__, roles, sm100_fwd.Variation
+        )
+    ]
 
 
 def sm90_bwd_mutants() -> list[Mutant]:
     """All mutants of the Hopper backward: of its source, and of how its ends count slots."""
     source, path, vary = inspect.getsource(bwd_roles), bwd_roles.__file__, sm90_bwd.Variation
     found = list(mutants_of_source(source, path, "BackwardRoles", vary))
-    for role in ("load", "mma"):
+    return found + list(miscounts(("load", "mma"), vary))
+
+
+def sm90_bwd_wide_mutants() -> list[Mutant]:
+    """The same of the wide Hopper backward, and of how its CTAs share tiles; ``load`` is the narrow one's."""
+    source, path = inspect.getsource(bwd_wide_roles), bwd_wide_roles.__file__
+    vary = sm90_bwd_wide.WideVariation
+    found = list(mutants_of_source(source, path, "WideBackwardRoles", vary))
+    found += cluster_mutants(vary)
+    return found + list(miscounts(("load", "mma_v", "mma_k"), vary))
+
+
+def sm90_bwd_joint_mutants() -> list[Mutant]:
+    """Those of the wide Hopper backward's roles whose CTAs add dQ up together."""
+    source, path = inspect.getsource(bwd_joint_roles), bwd_joint_roles.__file__
+    vary = sm90_bwd_wide.WideVariation
+    found = list(mutants_of_source(source, path, "JointBackwardRoles", vary))
+    vary = functools.partial(vary, bwd_joint_roles.JointBackwardRoles)
+    return found + list(miscounts(("mma_v", "mma_k"), vary))
+
+
+def miscounts(roles, vary: Callable) -> Iterator[Mutant]:
+    """Mutants of a backward whose ends have too many or too few slots."""
+    for role in roles:
         for ring in ("k", "v", "q", "do"):
             for amount in (1, -1) if ring in ("q", "do") else (1,):
-                miscounts = {(role, ring): amount}
-                name = f"{role}: counts the slots of {ring} {amount:+}"
-                build = functools.partial(vary, miscounts=miscounts)
-                found.append(Mutant(name, 0, False, build))
-    return found
+                build = functools.partial(vary, miscounts={(role, ring): amount})
+                yield Mutant(f"{role}: counts the slots of {ring} {amount:+}", 0, False, build)
+
+
+def _concerns(variation, config) -> bool:
+    """Whether a config runs the roles of a variation; a kernel may have two kinds."""
+    choose = getattr(variation, "roles_for", None)
+    return choose is None or variation.roles in (None, choose(config))
 
 
 class Jury:
@@ -449,6 +515,8 @@ class Jury:
         variation = mutant.build()
         for seed in range(self._seeds):
             for case, expected in zip(self._problems, self._expected):
+                if not _concerns(variation, case[0].config):
+                    continue
                 try:
                     result = self._run(*case, seed, variation)
                 except Hazard as hazard:
@@ -463,11 +531,19 @@ class Jury:
 KERNELS = {
     "sm90-fwd": sm90_fwd_mutants,
     "sm90-bwd": sm90_bwd_mutants,
+    "sm90-bwd-wide": sm90_bwd_wide_mutants,
+    "sm90-bwd-joint": sm90_bwd_joint_mutants,
     "sm100-fwd": sm100_fwd_mutants,
 }
 JURIES = {
     "sm90-fwd": Jury,
     "sm90-bwd": lambda: Jury(BACKWARD_PROBLEMS, simulate=sm90_bwd.simulate_backward),
+    "sm90-bwd-wide": lambda: Jury(
+        WIDE_BACKWARD_PROBLEMS, simulate=sm90_bwd_wide.simulate_wide_backward
+    ),
+    "sm90-bwd-joint": lambda: Jury(
+        JOINT_BACKWARD_PROBLEMS, simulate=sm90_bwd_wide.simulate_wide_backward
+    ),
     "sm100-fwd": lambda: Jury(SM100_PROBLEMS, simulate=sm100_fwd.simulate_forward),
 }
 

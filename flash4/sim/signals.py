@@ -133,6 +133,31 @@ class SignalEnd:
         self._phase += 1
 
 
+class ByTurns:
+    """One role's end of two signals of blocks by turns: who posts says which, who waits is told."""
+
+    def __init__(self, *ends: SignalEnd):
+        self._ends, self._waits = ends, 0
+
+    def post(self, buffer: int):
+        """Raise one of the two."""
+        self._ends[buffer].post()
+
+    def wait_and_advance(self) -> int:
+        """Wait for the one whose turn it is."""
+        self._waits += 1
+        buffer = (self._waits - 1) % len(self._ends)
+        self._ends[buffer].wait()
+        return buffer
+
+    def advance_unwaited(self) -> int:
+        """What a role does that forgets to wait, and counts on."""
+        self._waits += 1
+        buffer = (self._waits - 1) % len(self._ends)
+        self._ends[buffer].skip()
+        return buffer
+
+
 @dataclass(frozen=True)
 class TmaRingSpec:
     """What a ring is.

@@ -77,9 +77,16 @@ def study(kernel: str, plan, settings=(), mutant: str | None = None, roles: Path
     if mutant is not None:
         chosen = _find_mutant(kernel, mutant)
         variation = chosen.build()
+        if (
+            getattr(variation, "roles_for", None)
+            and variation.roles_for(config) is not variation.roles
+        ):
+            raise ValueError(f"{chosen.name!r} is of other roles than those of this call's config")
         changes.append(f"{chosen.name} (line {chosen.line})")
     if roles is not None:
-        variation = simulation.Variation(_read_roles(roles, variation.roles.__name__))
+        variation = simulation.Variation(
+            _read_roles(roles, _own_roles(simulation, config).__name__)
+        )
         changes.append(f"roles of {roles}")
     try:
         check_graph(config.graph, simulation.SMEM_LIMIT)
@@ -89,6 +96,12 @@ def study(kernel: str, plan, settings=(), mutant: str | None = None, roles: Path
     section = choose_section(plan.problem, config, grid, TIMED[kernel][1].sms)
     plan = dataclasses.replace(plan, config=config, grid=grid, section=section)
     return Study(plan, variation, tuple(changes))
+
+
+def _own_roles(simulation, config) -> type:
+    """Class of a kernel's role functions; a kernel may have two."""
+    choose = getattr(simulation, "roles_of", None)
+    return choose(config) if choose else simulation.Variation().roles
 
 
 def _find_mutant(kernel: str, name: str):

@@ -12,6 +12,7 @@ import numpy as np
 from flash4.common import mods
 from flash4.common.dsl import plain
 from flash4.common.geometry import ceil_div
+from flash4.common.graph import launch_registers
 from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
 from flash4.common.shares import SharedSchedule, shares_of
@@ -23,7 +24,7 @@ from flash4.sim.cluster import Cluster, ClusterBarrier
 from flash4.sim.limits import WarpRole, check_graph, check_registers, check_tmem
 from flash4.sim.machine import Machine, join
 from flash4.sim.memory import Region, Space
-from flash4.sim.signals import Edges, Signal, SignalSpec, TmaRing, TmaRingSpec
+from flash4.sim.signals import ByTurns, Edges, Signal, SignalSpec, TmaRing, TmaRingSpec
 from flash4.sim.sm90_fwd import matmul, round_to_16_bit
 from flash4.sim.tmem import TensorCore, Tmem, TmemPort
 from flash4.sm100.fwd_config import (
@@ -38,8 +39,8 @@ from flash4.sm100.fwd_exp import HIGHEST, LOWEST, QUARTIC
 from flash4.sm100.fwd_graph import LEADER, THREADS, TMEM_COLUMNS, UMMA, WARP
 from flash4.sm100.fwd_roles import ForwardRoles
 from flash4.sm100.fwd_tiles import BARRIER_PASS
+from flash4.sm100.fwd_wide_roles import WideRoles
 
-LAUNCH_REGISTERS = 128  # per thread: 65,536 over 512
 STAT_ROW = MMA_ROWS * 4  # bytes of one number for every row of a Q tile
 
 
@@ -125,7 +126,7 @@ class Tiles:
         schedule, again = self._schedule, tile.again
         index = schedule.next_index(tile.index)
         if index >= schedule.grid.total and not again:
-            self._meet()
+            self.meet()
             again = 1
             if self._marks:
                 index = schedule.start
@@ -134,7 +135,8 @@ class Tiles:
                 index = schedule.next_index(index)
         return replace(schedule.at(index), again=again)
 
-    def _meet(self):
+    def meet(self):
+        """Wait for all who go through the tiles; in a pair those without work, too."""
         if isinstance(self._barrier, ClusterBarrier):
             self._barrier.sync()
         else:
@@ -197,18 +199,24 @@ class Columns:
     def __init__(self, tmem: Tmem, config: ForwardConfig):
         self._tmem, self._map, self._config = tmem, config.graph.tmem, config
 
-    def s(self, q_tile: int, column: int = 0, columns: int | None = None):
+    def s(self, buffer: int, column: int = 0, columns: int | None = None):
         """Some columns of S; all by default."""
         columns = self._config.tile_n if columns is None else columns
-        return self._tmem.tile(f"S{q_tile}", self._map.s(q_tile) + column, columns)
+        return self._tmem.tile(f"S{buffer}", self._map.s(buffer) + column, columns)
 
-    def p(self, q_tile: int, column: int, columns: int):
+    def p(self, buffer: int, column: int, columns: int):
         """Some columns of P, two of them in each of tensor memory."""
-        return self._tmem.tile(f"P{q_tile}", self._map.p(q_tile) + column // 2, columns // 2)
+        return self._tmem.tile(f"P{buffer}", self._map.p(buffer) + column // 2, columns // 2)
 
     def o(self, q_tile: int):
-        """O."""
+        """O of a Q tile."""
         return self._tmem.tile(f"O{q_tile}", self._map.o(q_tile), self._config.tile_dv)
+
+    def part_of_o(self, part: int):
+        """What is stored at a time."""
+        q_tile, column = self._config.place_of_part(part)
+        columns = self._config.o_columns
+        return self._tmem.tile(f"O{q_tile}", self._map.o(q_tile) + column * columns, columns)
 
 
 class MmaOps:
@@ -224,34 +232,41 @@ class MmaOps:
     def __init__(self, config: ForwardConfig, core: TensorCore, columns: list[Columns], q_slots):
         self._config, self._core, self._columns, self._q = config, core, columns, q_slots
 
-    def qk(self, q_tile, q_slot, k_slot):
-        """Issue S = Q K^T."""
-        ctas = self._config.ctas
+    def first_buffer(self):
+        """Which S the first block of all gets, with one Q tile."""
+        return 0
+
+    def qk(self, buffer, q_slot, k_slot):
+        """Issue S = Q K^T, of the Q tile of that number, or of the only one to that S."""
+        ctas, q_tile = self._config.ctas, self._q_tile(buffer)
 
         def product(*arrays):
             k = np.concatenate(arrays[ctas:])
             return tuple(matmul(q, k.T) for q in arrays[:ctas])
 
         operands = (*(slots[q_tile] for slots in self._q), *k_slot.regions)
-        scores = tuple(columns.s(q_tile) for columns in self._columns)
-        self._core.issue(scores, product, operands, False, f"S{q_tile} = Q K^T")
+        scores = tuple(columns.s(buffer) for columns in self._columns)
+        self._core.issue(scores, product, operands, False, f"S{buffer} = Q K^T")
 
-    def pv_head(self, q_tile, v_slot, accumulate):
+    def _q_tile(self, buffer):
+        return buffer if self._config.q_tiles > 1 else 0
+
+    def pv_head(self, buffer, v_slot, accumulate):
         """Issue O (+)= P V for the first columns of P."""
-        self._pv(q_tile, v_slot, 0, self._config.head, accumulate)
+        self._pv(buffer, v_slot, 0, self._config.head, accumulate)
 
-    def pv_tail(self, q_tile, v_slot):
+    def pv_tail(self, buffer, v_slot):
         """Issue O += P V for the last columns of P."""
-        self._pv(q_tile, v_slot, self._config.head, self._config.tile_n, True)
+        self._pv(buffer, v_slot, self._config.head, self._config.tile_n, True)
 
-    def _pv(self, q_tile, v_slot, begin, end, accumulate):
-        c = self._config
+    def _pv(self, buffer, v_slot, begin, end, accumulate):
+        c, q_tile = self._config, self._q_tile(buffer)
 
         def product(*arrays):
             v = np.concatenate(arrays[c.ctas :], 1)[begin:end]
             return tuple(matmul(unpack_16_bit(p, c.bf16), v) for p in arrays[: c.ctas])
 
-        operands = [columns.p(q_tile, begin, end - begin) for columns in self._columns]
+        operands = [columns.p(buffer, begin, end - begin) for columns in self._columns]
         outputs = tuple(columns.o(q_tile) for columns in self._columns)
         operands = (*operands, *v_slot.regions)
         self._core.issue(outputs, product, operands, accumulate, f"O{q_tile} += P V")
@@ -263,7 +278,7 @@ class SoftmaxOps:
     def __init__(self, call: Call, place, columns: Columns, port: TmemPort, stats, tiles: Tiles):
         self._call, self._config, (self._q_tile, rank) = call, call.config, place
         self._part, self._tiles = call.config.part(self._q_tile, rank), tiles
-        self._columns, self._port, (self._factor, self._inverse) = columns, port, stats
+        self._columns, self._port, self._stats = columns, port, stats
         c, j = call.config, np.arange(call.config.tile_n)
         self._on_fma = (j % 16 >= 16 - c.poly) & (j < c.head)
 
@@ -275,14 +290,17 @@ class SoftmaxOps:
         """Shift -inf, sum 0."""
         return np.full(MMA_ROWS, -np.inf, np.float32), np.zeros(MMA_ROWS, np.float32)
 
-    def load_s(self, tile, n_block, phase):
+    def _buffer(self, buffer):
+        return self._q_tile if buffer is None else buffer
+
+    def load_s(self, tile, n_block, phase, buffer=None):
         """S in registers: negated for a negative scale, capped, changed by mods, masked."""
-        c, call = self._config, self._call
+        c, call, buffer = self._config, self._call, self._buffer(buffer)
         first_key = (tile.first_block + n_block) * c.tile_n
         if c.score_mod or c.mask_mod:
-            self._change_in_memory(tile, first_key)
+            self._change_in_memory(tile, first_key, buffer)
         parts = [
-            self._port.load(self._columns.s(self._q_tile, column, CHUNK))
+            self._port.load(self._columns.s(buffer, column, CHUNK))
             for column in range(0, c.tile_n, CHUNK)
         ]
         self._port.wait_ld()
@@ -299,10 +317,10 @@ class SoftmaxOps:
             s[(keys < begins) | (keys >= ends)] = -np.inf
         return s
 
-    def _change_in_memory(self, tile, first_key):
+    def _change_in_memory(self, tile, first_key, buffer):
         """What mods make of S, a part of the row at a time."""
         for column in range(0, self._config.tile_n, CHUNK):
-            columns = self._columns.s(self._q_tile, column, CHUNK)
+            columns = self._columns.s(buffer, column, CHUNK)
             scores = self._port.load(columns)
             self._port.wait_ld()
             self._port.store(columns, self._change(tile, first_key + column, scores.values))
@@ -350,19 +368,20 @@ class SoftmaxOps:
     def _finite(shift):
         return np.where(shift == -np.inf, np.float32(0), shift)
 
-    def put_factor(self, factor):
+    def put_factor(self, factor, buffer=None):
         """Tell correction."""
-        self._factor.write(factor)
+        self._stats[self._buffer(buffer)][0].write(factor)
 
-    def exp_head(self, scores, shift, phase):
+    def exp_head(self, scores, shift, phase, buffer=None):
         """First columns of P over S."""
-        self._exp(scores, shift, 0, self._config.head)
+        self._exp(scores, shift, 0, self._config.head, self._buffer(buffer))
 
-    def exp_tail(self, scores, shift, phase):
+    def exp_tail(self, scores, shift, phase, buffer=None):
         """Last columns of P over S."""
-        self._exp(scores, shift, self._config.head, self._config.tile_n)
+        c = self._config
+        self._exp(scores, shift, c.head, c.tile_n, self._buffer(buffer))
 
-    def _exp(self, scores, shift, begin, end):
+    def _exp(self, scores, shift, begin, end, buffer):
         scale, part = self._call.scale_log2, slice(begin, end)
         x = scores[:, part] * scale - self._finite(shift)[:, None] * scale
         x = np.where(self._on_fma[part], exp2_on_fma(x), np.exp2(x))
@@ -370,7 +389,7 @@ class SoftmaxOps:
         p = pack_16_bit(round_to_16_bit(x, self._config.bf16), self._config.bf16)
         for column in range(0, end - begin, CHUNK):
             words = p[:, column // 2 : (column + CHUNK) // 2]
-            self._port.store(self._columns.p(self._q_tile, begin + column, CHUNK), words)
+            self._port.store(self._columns.p(buffer, begin + column, CHUNK), words)
         self._port.wait_st()
 
     def add_sum(self, scores, total, factor):
@@ -381,7 +400,7 @@ class SoftmaxOps:
         """Tell correction 1 / sum, with the sink in it; 0 of a row without keys, or not in use."""
         _, inverse = self._finish(tile, shift, total)
         empty = (total == 0) | self._unused(tile)
-        self._inverse.write(np.where(empty, np.float32(0), inverse))
+        self._stats[self._q_tile][1].write(np.where(empty, np.float32(0), inverse))
 
     def store_lse(self, tile, shift, total):
         """LSE to global memory; of a row without keys -inf, or its sink."""
@@ -416,10 +435,11 @@ class CorrectionOps:
     def __init__(self, machine: Machine, config, columns: Columns, port, stats, tiles: Tiles):
         self._machine, self._config, self._tiles = machine, config, tiles
         self._columns, self._port, self._stats = columns, port, stats
+        self.parts = config.o_parts
 
-    def get_factor(self, q_tile):
+    def get_factor(self, buffer):
         """Factor of O since the last block."""
-        return self._stats[q_tile][0].read()
+        return self._stats[buffer][0].read()
 
     def get_inverse(self, q_tile):
         """1 / row sum; 0 of a row without keys."""
@@ -432,9 +452,9 @@ class CorrectionOps:
         self._port.store(self._columns.o(q_tile), o.values * factor[:, None])
         self._port.wait_st()
 
-    def finish_o(self, tile, q_tile, slot, inverse):
-        """O over the row sum, in 16 bit, to shared memory."""
-        o = self._port.load(self._columns.o(q_tile))
+    def finish_o(self, tile, part, slot, inverse):
+        """A part of O over the row sum, in 16 bit, to shared memory."""
+        o = self._port.load(self._columns.part_of_o(part))
         self._port.wait_ld()
         if self._config.fixed_shift and not np.isfinite(o.values).all():
             self._tiles.mark(tile)
@@ -447,20 +467,22 @@ class StoreOps:
     """Verbs of the ``store`` role."""
 
     def __init__(self, machine: Machine, call: Call, rank: int):
-        self._call, self._rank = call, rank
+        self._call, self._rank, self.parts = call, rank, call.config.o_parts
         self._lane = machine.lane(f"stores of O of CTA {rank}", ordered=True)
 
-    def store_o(self, tile, q_tile, slot):
+    def store_o(self, tile, part, slot):
         """Start the store of a slot."""
         call, source, place = self._call, slot.region, self._call.tiles.place(tile)
+        q_tile, column = call.config.place_of_part(part)
+        first = column * call.config.o_columns
         query, head, exists = call.places(tile, call.config.part(q_tile, self._rank))
 
         def land():
-            columns = call.out.shape[3]
             at = (place.batch_q, place.row_q + query[exists], head[exists])
-            call.out[at] = source.peek()[exists, :columns]
+            block = source.peek()[exists, : max(call.out.shape[3] - first, 0)]
+            call.out[(*at, slice(first, first + block.shape[1]))] = block
 
-        self._lane.issue(f"the store of O{q_tile}", land, reads=[source])
+        self._lane.issue(f"the store of O{part}", land, reads=[source])
 
     def wait_store(self):
         """Wait until the stores have read their shared memory."""
@@ -472,14 +494,19 @@ class Variation:
     """What is run instead of the kernel as it is.
 
     Attributes:
-        roles: class with the role functions.
+        roles: class with the role functions; by default the kernel's own.
         strict: stop at the first hazard.
         covers: name of a signal -> another ``covered_by``.
     """
 
-    roles: type = ForwardRoles
+    roles: type | None = None
     strict: bool = True
     covers: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def roles_for(self, config) -> type:
+        """Class that a config runs: these roles, if they are those of its kind."""
+        own = roles_of(config)
+        return self.roles if self.roles and self.roles.__name__ == own.__name__ else own
 
 
 def simulate_forward(config, q, k, v, options, workers=1, seed=0, variation=None):
@@ -556,8 +583,50 @@ def check_limits(config: ForwardConfig):
     graph = config.graph
     check_graph(graph, SMEM_LIMIT)
     roles = [WarpRole(role.name, role.warps, role.registers) for role in graph.roles]
-    check_registers(roles, LAUNCH_REGISTERS)
+    check_registers(roles, launch_registers(graph.threads) // graph.threads)
     check_tmem(graph.tmem.ranges(), graph.tmem.aliases)
+
+
+def roles_of(config) -> type:
+    """Class with the role functions of a config."""
+    return ForwardRoles if config.q_tiles > 1 else WideRoles
+
+
+# Signals of a role that it waits for, and that it raises. With one Q tile those of a letter are two, of blocks by turns.
+NAMES = {
+    "mma": (("p0", "p1", "t0", "t1"), ("s0", "s1", "o0", "o1")),
+    "correction": (("m0", "m1", "o0", "o1", "l0", "l1"), ("p0", "p1", "f0", "f1")),
+    "softmax0": (("s0", "f0"), ("p0", "t0", "m0", "l0")),
+    "softmax1": (("s1", "f1"), ("p1", "t1", "m1", "l1")),
+}
+WIDE_NAMES = {
+    "mma": (("p", "t"), ("s", "o0")),
+    "correction": (("m", "o0", "l0"), ("p", "f0")),
+    "softmax0": (("s", "f0"), ("p", "t", "m", "l0")),
+}
+
+
+def ends_of(config, role: str, end, **others) -> SimpleNamespace:
+    """What a role gets.
+
+    Args:
+        config: of the kernel.
+        role: its name; softmax finds its ends by their letters, as does everyone with one Q tile.
+        end: makes the end of a signal: (name, whether it raises) -> end.
+        others: rings, by their names.
+    """
+    wide = config.q_tiles == 1
+    found = SimpleNamespace(**others)
+    if wide and role == "correction":
+        found = SimpleNamespace(slots=others["o"])
+    for raised, names in enumerate((WIDE_NAMES if wide else NAMES)[role]):
+        for name in names:
+            if len(name) == 1:
+                made = ByTurns(*(end(f"{name}{i}", bool(raised)) for i in (0, 1)))
+            else:
+                made = end(name, bool(raised))
+            setattr(found, name[0] if wide or role.startswith("softmax") else name, made)
+    return found
 
 
 class Kernel:
@@ -586,7 +655,7 @@ class Kernel:
         shapes = {
             "q": (MMA_ROWS, c.tile_d),
             "kv": (c.tile_n // c.ctas, c.kv_columns),
-            "o": (MMA_ROWS, c.tile_dv),
+            "o": (MMA_ROWS, c.o_columns),
         }
         starts = [base + i * spec.stage_bytes for i in range(spec.stages)]
         regions = [
@@ -619,14 +688,17 @@ class Kernel:
             for i in (0, 1)
         ]
 
-    def _ends(self, cta, waits=(), raises=(), **others):
-        """Ends of signals by their names, and others."""
-        ends = SimpleNamespace(**others)
-        for name in (*waits, *raises):
-            spec = next(s for s in self.graph.signals if s.name == name)
-            core = self.core if name in raises and spec.kind == UMMA else None
-            setattr(ends, name, self.signals[name].end(cta, core=core))
-        return ends
+    def _end(self, cta, name: str, raised: bool):
+        """One end of a signal."""
+        spec = next(s for s in self.graph.signals if s.name == name)
+        core = self.core if raised and spec.kind == UMMA else None
+        return self.signals[name].end(cta, core=core)
+
+    def _ends_of(self, cta, role: str, **others):
+        """Ends of a role of a CTA."""
+        return ends_of(
+            self.call.config, role, lambda name, raised: self._end(cta, name, raised), **others
+        )
 
     def spawn(self):
         """Add the roles' tasks; tensor memory is there from the start, and correction frees it."""
@@ -641,46 +713,42 @@ class Kernel:
         if not self.call.config.fixed_shift:
             return None
         warps = sum(len(role.warps) for role in self.graph.roles)
-        if len(self.ctas) > 1:  # a task of each role in each CTA, but one ``mma``
-            tasks = len(self.ctas) * len(self.graph.roles) - 1
+        if len(self.ctas) > 1:  # a task of each role in each CTA, but one ``mma``; and of the rest
+            tasks = len(self.ctas) * (len(self.graph.roles) + 1) - 1
             return ClusterBarrier(self.machine, "pass", tasks)
         return NamedBarrier(self.machine, BARRIER_PASS, "pass", WARP * warps, WARP)
 
     def _spawn(self, rank, cta):
         """The roles of one CTA; the leader's ``mma`` is that of both."""
         machine, call, config = self.machine, self.call, self.call.config
-        roles, schedule = self.variation.roles, self.variation.roles()
+        roles = self.variation.roles_for(config)
         columns, stats = [Columns(tmem, config) for tmem in self.tmems], self._stats(rank)
         q, kv, o = (self.rings[name] for name in ("q", "kv", "o"))
 
-        def tiles(name):
-            warps = len(self.graph.role(name).warps)
+        def tiles(warps=1):
             return Tiles(call.tiles, self.barrier, warps, self.marks)
 
         def start(name, role, *arguments):
-            (cta or machine).spawn(name, plain(role), schedule, *arguments)
+            (cta or machine).spawn(name, plain(role), roles(), *arguments)
 
         ends = (q.producer(cta), kv.producer(cta))
-        start("load", roles.load, LoadOps(call, rank), tiles("load"), *ends)
+        start("load", roles.load, LoadOps(call, rank), tiles(), *ends)
         if rank == 0:
-            consumers = {"q": q.consumer(cta, self.core), "kv": kv.consumer(cta, self.core)}
-            ends = self._ends(cta, ("p0", "p1", "t0", "t1"), ("s0", "s1", "o0", "o1"), **consumers)
             ops = MmaOps(config, self.core, columns, q.regions)
-            start("mma", roles.mma, ops, tiles("mma"), ends)
-        for i in (0, 1):
-            port = TmemPort(self.tmems[rank], f"softmax{i}", range(4))
-            ends = self._ends(cta, [f"{x}{i}" for x in "sf"], [f"{x}{i}" for x in "ptml"])
-            ends = SimpleNamespace(**{name[0]: end for name, end in vars(ends).items()})
-            mine = tiles(f"softmax{i}")
-            ops = SoftmaxOps(call, (i, rank), columns[rank], port, stats[i], mine)
-            start(f"softmax{i}", roles.softmax, ops, mine, ends)
-        waits, raises = ([f"{x}{i}" for x in names for i in (0, 1)] for names in ("mol", "pf"))
-        ends = self._ends(cta, waits, raises, o=o.producer(cta))
-        port = TmemPort(self.tmems[rank], "correction", range(4))
-        mine = tiles("correction")
+            ends = {"q": q.consumer(cta, self.core), "kv": kv.consumer(cta, self.core)}
+            start("mma", roles.mma, ops, tiles(), self._ends_of(cta, "mma", **ends))
+        for i in range(config.q_tiles):
+            name = f"softmax{i}"
+            port, mine = TmemPort(self.tmems[rank], name, range(4)), tiles(4)
+            ops = SoftmaxOps(call, (i, rank), columns[rank], port, stats, mine)
+            start(name, roles.softmax, ops, mine, self._ends_of(cta, name))
+        port, mine = TmemPort(self.tmems[rank], "correction", range(4)), tiles(4)
         ops = CorrectionOps(machine, config, columns[rank], port, stats, mine)
+        ends = self._ends_of(cta, "correction", o=o.producer(cta))
         start("correction", roles.correction, ops, mine, ends)
-        start("store", roles.store, StoreOps(machine, call, rank), tiles("store"), o.consumer(cta))
+        start("store", roles.store, StoreOps(machine, call, rank), tiles(), o.consumer(cta))
+        if cta and self.barrier:
+            start("idle", roles.idle, tiles())
 
     def _free(self, held):
         """Free tensor memory knowing only what correction of each CTA knows at its end."""

@@ -6,7 +6,6 @@ A pair of CTAs is one of them: its peer does the same at the same time. What cap
 
 import heapq
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 from flash4.common.dsl import plain
 from flash4.common.geometry import ceil_div
@@ -17,10 +16,10 @@ from flash4.sim.cluster import lane_called
 from flash4.sim.memory import Region, Space
 from flash4.sim.signals import Edges, Signal, SignalSpec, TmaRing, TmaRingSpec
 from flash4.sim.sm90_fwd_clock import busiest, visible_pairs
+from flash4.sim.sm100_fwd import ends_of, roles_of
 from flash4.sim.timing import Timing
 from flash4.sm100.fwd_config import ELEMENT_BYTES, KEY_STEP, MMA_ROWS, ForwardConfig
 from flash4.sm100.fwd_graph import LEADER, THREADS, UMMA
-from flash4.sm100.fwd_roles import ForwardRoles
 
 WARP_ROWS = 32
 LOAD = 40  # instructions of a TMA load
@@ -45,9 +44,9 @@ class Shape:
     degree: int
 
 
-def shape_of(config: ForwardConfig, roles: type = ForwardRoles) -> Shape:
-    """Our own kernel."""
-    return Shape(config, roles, config.head * config.poly // 16, 4)
+def shape_of(config: ForwardConfig, roles: type | None = None) -> Shape:
+    """Our own kernel, by default with its own roles."""
+    return Shape(config, roles or roles_of(config), config.head * config.poly // 16, 4)
 
 
 def work(chip, label: str, stall: float = 0.0, **counts: float) -> Work:
@@ -103,17 +102,21 @@ class MmaOps:
         self._machine, self._config = machine, config
         self._lane = lane_called(machine, "the tensor core for mma", ordered=True)
 
-    def qk(self, q_tile, q_slot, k_slot):
+    def first_buffer(self):
+        """Which S comes first."""
+        return 0
+
+    def qk(self, buffer, q_slot, k_slot):
         """S = Q K^T: both operands from shared memory."""
         c = self._config
         nbytes = (MMA_ROWS + c.tile_n // c.ctas) * c.tile_d * ELEMENT_BYTES
         self._issue("S = Q K^T", c.tile_n, c.tile_d, nbytes)
 
-    def pv_head(self, q_tile, v_slot, accumulate):
+    def pv_head(self, buffer, v_slot, accumulate):
         """O += P V for the first columns of P."""
         self._pv(self._config.head)
 
-    def pv_tail(self, q_tile, v_slot):
+    def pv_tail(self, buffer, v_slot):
         """O += P V for the last columns of P."""
         self._pv(self._config.tile_n - self._config.head)
 
@@ -172,7 +175,7 @@ class SoftmaxOps:
         self._machine.spend(self._begin)
         return None, None
 
-    def load_s(self, tile, n_block, phase):
+    def load_s(self, tile, n_block, phase, buffer=None):
         """S to registers, and its mask."""
         self._machine.spend(self._load)
         if phase.masked and (self._config.causal or self._config.left or self._config.right):
@@ -185,15 +188,15 @@ class SoftmaxOps:
             self._machine.spend(self._max)
         return None, None
 
-    def put_factor(self, factor):
+    def put_factor(self, factor, buffer=None):
         """Tell correction."""
         self._machine.spend(self._put)
 
-    def exp_head(self, scores, shift, phase):
+    def exp_head(self, scores, shift, phase, buffer=None):
         """First columns of P over S."""
         self._machine.spend(self._fixed_head if phase.fixed else self._head)
 
-    def exp_tail(self, scores, shift, phase):
+    def exp_tail(self, scores, shift, phase, buffer=None):
         """Last columns of P over S."""
         self._machine.spend(self._tail)
 
@@ -214,8 +217,8 @@ class CorrectionOps:
     """Verbs of the ``correction`` role; with random data no shift moves after a row's first block."""
 
     def __init__(self, machine, config: ForwardConfig):
-        chip, columns = machine.chip, config.tile_dv
-        self._machine = machine
+        chip, columns = machine.chip, config.o_columns
+        self._machine, self.parts = machine, config.o_parts
         self._get = work(chip, "factor", other=6, stall=chip.dependence)
         self._look = work(chip, "look at the factor", other=6, stall=chip.dependence)
         self._finish = work(
@@ -223,7 +226,7 @@ class CorrectionOps:
             stall=chip.tmem_latency + 4 * chip.dependence,
         )  # fmt: skip
 
-    def get_factor(self, q_tile):
+    def get_factor(self, buffer):
         """Factor of O."""
         self._machine.spend(self._get)
 
@@ -235,8 +238,8 @@ class CorrectionOps:
         """A look."""
         self._machine.spend(self._look)
 
-    def finish_o(self, tile, q_tile, slot, inverse):
-        """O over the row sum, to shared memory."""
+    def finish_o(self, tile, part, slot, inverse):
+        """A part of O over the row sum, to shared memory."""
         self._machine.spend(self._finish)
 
 
@@ -244,10 +247,10 @@ class StoreOps:
     """Verbs of the ``store`` role."""
 
     def __init__(self, machine, config: ForwardConfig):
-        self._machine, self._nbytes = machine, config.o_bytes
+        self._machine, self._nbytes, self.parts = machine, config.o_bytes, config.o_parts
         self._lane = lane_called(machine, "stores of O", ordered=True)
 
-    def store_o(self, tile, q_tile, slot):
+    def store_o(self, tile, part, slot):
         """Start the store of a slot."""
         chip = self._machine.chip
         cycles = self._nbytes / chip.fill_bytes
@@ -294,27 +297,25 @@ def time_tiles(shape: Shape, chip: TensorMemoryChip, tiles, latest=float("inf"))
         spec = TmaRingSpec(ring.name, ring.stages, 0 if ring.kinds[0] == THREADS else 1)
         rings[ring.name] = TmaRing(edges, spec, [regions])
 
-    def ends(waits, raises, tail="", **others):
-        found = SimpleNamespace(**others)
-        for name in waits:
-            setattr(found, name, signals[name + tail][1].end())
-        for name in raises:
-            spec, signal = signals[name + tail]
-            end = signal.end(core=core if spec.kind == UMMA else None)
-            setattr(found, name, _Remote(machine, end) if spec.kind == LEADER else end)
-        return found
+    def end(name, raised):
+        spec, signal = signals[name]
+        if not raised:
+            return signal.end()
+        made = signal.end(core=core if spec.kind == UMMA else None)
+        return _Remote(machine, made) if spec.kind == LEADER else made
+
+    def ends(role, **others):
+        return ends_of(config, role, end, **others)
 
     q, kv, o = (rings[name] for name in ("q", "kv", "o"))
     load = (LoadOps(machine, config), tiles, q.producer(), kv.producer())
     machine.spawn("load", plain(roles.load), schedule, *load)
-    consumers = {"q": q.consumer(core=core), "kv": kv.consumer(core=core)}
-    mma = ends(("p0", "p1", "t0", "t1"), ("s0", "s1", "o0", "o1"), **consumers)
+    mma = ends("mma", q=q.consumer(core=core), kv=kv.consumer(core=core))
     machine.spawn("mma", plain(roles.mma), schedule, MmaOps(machine, config), tiles, mma)
-    for i in (0, 1):
-        softmax = (SoftmaxOps(machine, shape, i, tiles), tiles, ends("sf", "ptml", str(i)))
+    for i in range(config.q_tiles):
+        softmax = (SoftmaxOps(machine, shape, i, tiles), tiles, ends(f"softmax{i}"))
         machine.spawn(f"softmax{i}", plain(roles.softmax), schedule, *softmax)
-    names = [[f"{x}{i}" for x in letters for i in (0, 1)] for letters in ("mol", "pf")]
-    correction = (CorrectionOps(machine, config), tiles, ends(*names, o=o.producer()))
+    correction = (CorrectionOps(machine, config), tiles, ends("correction", o=o.producer()))
     machine.spawn("correction", plain(roles.correction), schedule, *correction)
     store = (StoreOps(machine, config), tiles, o.consumer())
     machine.spawn("store", plain(roles.store), schedule, *store)
@@ -335,14 +336,14 @@ class _Remote:
 
 
 def time_forward(
-    plan, chip: TensorMemoryChip, roles=ForwardRoles, latest=float("inf"), window=(None, None)
+    plan, chip: TensorMemoryChip, roles=None, latest=float("inf"), window=(None, None)
 ) -> Timing:
     """Run the worker with the most to do under the clock.
 
     Args:
         plan: of the call.
         chip: rates.
-        roles: class of the role functions.
+        roles: class of the role functions; by default the kernel's own.
         latest: cycle after which no spans are kept.
         window: its sides, where the config has them.
     """

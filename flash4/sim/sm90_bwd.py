@@ -10,11 +10,19 @@ import numpy as np
 from flash4.common.dsl import plain
 from flash4.common.geometry import ceil_div
 from flash4.common.graph import WARP, WARPGROUP
+from flash4.common.kv_sequences import Side
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.numerics import LOG2E
 from flash4.problem import CallOptions
 from flash4.sim.barriers import NamedBarrier, Semaphore
 from flash4.sim.bulk import Accumulator, BulkGroups
+from flash4.sim.bwd_sequences import (
+    sides_of,
+    slots_and_entries,
+    tiles_of_ctas,
+    to_rows,
+    to_slots,
+)
 from flash4.sim.limits import check_graph
 from flash4.sim.machine import Machine
 from flash4.sim.memory import Fragment, Region, Space
@@ -46,13 +54,13 @@ class Call:
         k: keys.
         v: values.
         dout: gradient of out.
-        lse: (batch, heads, padded seqlen_q), log2 units; +inf where P must vanish.
+        lse: (batch, heads, padded seqlen_q), log2 units; +inf where P must vanish. Packed: by slots, a batch of one.
         delta: as lse.
         dk: result.
         dv: result.
         options: of the call.
         tiles: schedule of one CTA.
-        sums: (batch, head, block, warpgroup) -> what the machine's CTAs add to dQ there.
+        sums: (batch entry, head, block, warpgroup) -> what the machine's CTAs add to dQ there.
         turns: the same -> count of tiles that have added, if their order is fixed.
     """
 
@@ -66,24 +74,24 @@ class Call:
     dk: np.ndarray
     dv: np.ndarray
     options: CallOptions
-    tiles: KvTileSchedule
+    tiles: object
     sums: dict[tuple, Accumulator]
     turns: dict[tuple, Semaphore]
 
 
 class LoadOps:
-    """Verbs of the ``load`` role."""
+    """Verbs of the ``load`` role, for some keys of each tile."""
 
-    def __init__(self, call: Call):
-        self._call = call
+    def __init__(self, call: Call, first_key: int = 0, count: int = TILE_N):
+        self._call, self._first_key, self._count = call, first_key, count
 
     def load_k(self, tile, slot):
         """Fill the K slot with the tile's keys."""
-        self._fill(slot, self._keys(self._call.k, tile), (TILE_N, self._call.config.tile_d))
+        self._fill(slot, *self._keys(self._call.k, tile, self._call.config.tile_d))
 
     def load_v(self, tile, slot):
         """Fill the V slot with the tile's values."""
-        self._fill(slot, self._keys(self._call.v, tile), (TILE_N, self._call.config.tile_dv))
+        self._fill(slot, *self._keys(self._call.v, tile, self._call.config.tile_dv))
 
     def load_q(self, tile, i, slot):
         """Fill a Q slot with the queries of step ``i`` and their LSE."""
@@ -95,17 +103,24 @@ class LoadOps:
         call = self._call
         self._load(call.dout, call.delta, call.config.tile_dv, (tile, i), slot)
 
-    def _keys(self, x, tile):
-        rows = slice(tile.n_block * TILE_N, (tile.n_block + 1) * TILE_N)
-        return x[tile.batch, rows, tile.head_kv]
+    def _keys(self, x, tile, width):
+        """Rows of x, and the shape of their tile."""
+        call = self._call
+        where, first = call.tiles.where(tile), tile.n_block * call.config.tile_n + self._first_key
+        end = call.tiles.lengths(tile)[1] if call.config.ragged_k else x.shape[1]
+        rows = slice(where.row_k + first, where.row_k + max(first, min(first + self._count, end)))
+        return x[where.entry_k, rows, tile.head_kv], (self._count, width)
 
     def _load(self, x, statistic, width, step, slot):
         """A tile, with its statistic as a column behind it."""
         tile_m, (tile, i) = self._call.config.tile_m, step
-        block, head = self._call.tiles.place(tile, i)
-        rows = slice(block * tile_m, (block + 1) * tile_m)
-        column = statistic[tile.batch, head, rows]
-        self._fill(slot, x[tile.batch, rows, head], (tile_m, width), column)
+        tiles = self._call.tiles
+        (block, head), where = tiles.place(tile, i), tiles.where(tile)
+        end = tiles.lengths(tile)[0] if self._call.config.ragged_q else x.shape[1]
+        first, at = block * tile_m, (where.slot_q + block) * tile_m
+        rows = slice(where.row_q + first, where.row_q + max(first, min(first + tile_m, end)))
+        column = statistic[where.entry_q, head, at : at + tile_m]
+        self._fill(slot, x[where.entry_q, rows, head], (tile_m, width), column)
 
     def _fill(self, slot, rows, shape, column=None):
         block = np.zeros(shape, np.float32)  # TMA fills with zeros
@@ -190,8 +205,8 @@ class ReduceOps:
         self._bulk = BulkGroups(machine)
 
     def _key(self, tile, i):
-        block, head = self._call.tiles.place(tile, i)
-        return tile.batch, head, block, self._group
+        (block, head), where = self._call.tiles.place(tile, i), self._call.tiles.where(tile)
+        return where.entry_q, head, where.slot_q + block, self._group
 
     def _turn(self, key) -> Semaphore:
         turns = self._call.turns
@@ -199,9 +214,13 @@ class ReduceOps:
             turns[key] = Semaphore(self._machine, f"turns of dQ{key}")
         return turns[key]
 
+    def _rank(self, tile, i):
+        """How many additions come before this one; negative for one that is not asked."""
+        return self._call.tiles.rank(tile, i)
+
     def wait_turn(self, tile, i):
         """Wait until all tiles whose turn comes first have added theirs."""
-        rank = self._call.tiles.rank(tile, i)
+        rank = self._rank(tile, i)
         if self._call.config.ordered and rank >= 0:
             self._turn(self._key(tile, i)).wait(rank)
 
@@ -210,19 +229,26 @@ class ReduceOps:
         if not self._call.config.ordered:
             return
         self._bulk.wait_group(0)
-        if self._call.tiles.rank(tile, i) >= 0:
+        if self._rank(tile, i) >= 0:
             self._turn(self._key(tile, i)).add()
 
     def add_dq(self, tile, i):
         """Accumulator += box, for the queries of step ``i``."""
-        call, key = self._call, self._key(tile, i)
+        self._add(self._key(tile, i), tile)
+
+    def _add(self, key, tile):
+        call = self._call
         if key not in call.sums:
             # Tiles that have no turn add zeros, in any order.
-            ordered = call.config.ordered and not call.config.left
+            ordered = call.config.ordered and not (call.config.left or call.config.varlen)
             shape = call.config.dq_shape
             call.sums[key] = Accumulator(self._machine, f"dQ{key}", shape, ordered)
-        self._bulk.reduce_add(self._box.region, call.sums[key], f"{tile.index}")
+        self._bulk.reduce_add(self._box.region, call.sums[key], self._name(tile))
         self._bulk.commit_group()
+
+    def _name(self, tile) -> str:
+        """Whose addition it is."""
+        return f"{tile.index}"
 
     def wait_read(self):
         """Wait until the box has been read."""
@@ -277,9 +303,10 @@ class MmaOps:
         """P^T = exp2(scale_log2 S^T - LSE), and what dS takes of it: times the slope of the cap."""
         call, values = self._call, s.values
         tiles, options = call.tiles, call.options
-        (block, head), lengths = tiles.place(tile, i), (tiles.seqlen_q, tiles.seqlen_k)
+        (block, head), lengths = tiles.place(tile, i), tiles.lengths(tile)
         queries = block * self._config.tile_m + np.arange(self._config.tile_m)
-        keys = range(tile.n_block * TILE_N, (tile.n_block + 1) * TILE_N)[self._rows]
+        first, tile_n = tile.n_block * self._config.tile_n, self._config.tile_n
+        keys = range(first, first + tile_n)[self._rows]
         scale, slope = np.float32(options.softmax_scale), 1
         if options.softcap:
             within = values * np.float32(options.softmax_scale / options.softcap)
@@ -289,7 +316,7 @@ class MmaOps:
         values[:] = values * (scale * np.float32(LOG2E)) - q_slot.region.read()[:, -1]
         if self._config.alibi:
             distance = queries + lengths[1] - lengths[0] - np.array(keys)[:, None]
-            bias = options.alibi_slopes[tile.batch, head] * np.float32(LOG2E)
+            bias = options.alibi_slopes[tiles.where(tile).batch, head] * np.float32(LOG2E)
             values[:] -= bias * np.abs(distance)
         if phase.masked:
             begins, ends = (
@@ -306,7 +333,7 @@ class MmaOps:
         values = s.values * (dp.values - do_slot.region.read()[:, -1])
         rounded = round_to_16_bit(values, self._config.bf16)
         self._ds.values[:] = rounded
-        self._regions["ds", i % STAGES, self._group].write(rounded)
+        self._regions["ds", i % self._config.ds_stages, self._group].write(rounded)
         self._machine.fence()
 
     def dv(self, do_slot):
@@ -350,15 +377,23 @@ class MmaOps:
 
     def store(self, tile):
         """Start the store of dK (scaled) and dV, this warpgroup's 64 rows."""
-        call, bf16 = self._call, self._config.bf16
-        scale = np.float32(call.options.softmax_scale)
-        first = tile.n_block * TILE_N + self._group * MMA_ROWS
-        results = {"dk": (self._dk, call.dk, scale), "dv": (self._dv, call.dv, 1)}
-        for name, (acc, target, factor) in results.items():
-            region = self._regions[name, self._group]
-            region.write(round_to_16_bit(acc.values * np.float32(factor), bf16))
-            self._machine.fence()
-            self._start_store(region, target[tile.batch, first : first + MMA_ROWS, tile.head_kv])
+        self._store(tile, "dk")
+        self._store(tile, "dv")
+
+    def _store(self, tile, name):
+        call = self._call
+        acc, target, factor = {
+            "dk": (self._dk, call.dk, np.float32(call.options.softmax_scale)),
+            "dv": (self._dv, call.dv, np.float32(1)),
+        }[name]
+        where, first = call.tiles.where(tile), tile.n_block * self._config.tile_n + self._rows.start
+        rows = slice(
+            where.row_k + first, where.row_k + max(first, min(first + MMA_ROWS, where.stored_k))
+        )
+        region = self._regions[name, self._group]
+        region.write(round_to_16_bit(acc.values * factor, self._config.bf16))
+        self._machine.fence()
+        self._start_store(region, target[where.entry_k, rows, tile.head_kv])
 
     def _start_store(self, region, target):
         def land():
@@ -379,19 +414,18 @@ class Variation:
     miscounts: dict = field(default_factory=dict)
     strict: bool = True
 
+    def fill(self, machine: Machine, call: Call, worker: int):
+        """Set up what works on the tiles of a worker: one CTA."""
+        _fill_cta(machine, call, self, f"cta{worker}." if call.config.ordered else "")
 
-def prepare(config: BackwardConfig, out, lse, dout, dlse=None):
+
+def prepare(queries: Side, out, lse, dout, dlse=None):
     """LSE in log2 units and D, both of whole blocks, as ``passes.bwd_prepare`` makes them."""
-    batch, seqlen, heads, _ = out.shape
-    padded = ceil_div(seqlen, config.tile_m) * config.tile_m
-    lse2 = np.full((batch, heads, padded), np.inf, np.float32)
-    delta = np.zeros((batch, heads, padded), np.float32)
     keyless = lse == -np.inf
     d = (out * dout).sum(-1, dtype=np.float32).transpose(0, 2, 1)
     d = d if dlse is None else d - dlse
-    lse2[:, :, :seqlen] = np.where(keyless, np.inf, lse * np.float32(LOG2E))
-    delta[:, :, :seqlen] = np.where(keyless, 0, d)
-    return lse2, delta
+    lse2 = np.where(keyless, np.inf, lse * np.float32(LOG2E))
+    return to_slots(queries, lse2, np.inf), to_slots(queries, np.where(keyless, 0, d), 0)
 
 
 def simulate_backward(
@@ -408,7 +442,8 @@ def simulate_backward(
     Args:
         config: of the kernel.
         tensors: q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v (.., head_dim_v),
-            out, lse (batch, heads, seqlen_q) and dout; float32, all but lse holding 16-bit values.
+            out, lse (batch, heads, seqlen_q) and dout; float32, all but lse holding 16-bit values. Packed ones are as in
+            the public function.
         options: as the config's flags say, tensors as NumPy arrays; a number is the softmax scale of a call without.
         workers: CTAs that share the tiles.
         seed: decides whatever the schedule leaves open, and the heads per section.
@@ -421,11 +456,13 @@ def simulate_backward(
     Raises:
         Hazard: the schedule deadlocks or breaks a rule of the hardware.
     """
-    q = tensors[0]
-    batch, seqlen, heads, head_dim = q.shape
-    blocks = ceil_div(seqlen, config.tile_m)
     options = options if isinstance(options, CallOptions) else CallOptions(options)
-    dq = np.zeros((batch, heads, blocks * config.tile_m, config.tile_d), np.float32)
+    packed = [x.ndim == 3 for x in tensors[:2]]
+    tensors, dlse = batched(tensors, packed), None if dlse is None else _batched(dlse, packed[0])
+    q, k = tensors[:2]
+    side, _ = sides_of(config, q, k, options)
+    entries, blocks = slots_and_entries(side)
+    dq = np.zeros((entries, q.shape[2], blocks * config.tile_m, config.tile_d), np.float32)
     for machine, call in backward_machines(
         config, tensors, options, workers, seed, variation, dlse
     ):
@@ -437,8 +474,20 @@ def simulate_backward(
                 row, column = row + group * queries, 0
             dq[b, head, row : row + queries, column : column + columns] += part.values
     dq = round_to_16_bit(dq * np.float32(options.softmax_scale), config.bf16)
-    dq = dq.transpose(0, 2, 1, 3)
-    return dq[:, :seqlen, :, :head_dim], call.dk, call.dv
+    dq = to_rows(side, dq, np.full(q.shape, np.nan, np.float32))
+    results = ((dq, packed[0]), (call.dk, packed[1]), (call.dv, packed[1]))
+    return tuple(x[0] if is_packed else x for x, is_packed in results)
+
+
+def batched(tensors, packed) -> tuple[np.ndarray, ...]:
+    """q, k, v, out, lse and dout, packed ones as a batch of one."""
+    q_packed, k_packed = packed
+    sides = (q_packed, k_packed, k_packed, q_packed, q_packed, q_packed)
+    return tuple(_batched(x, side) for x, side in zip(tensors, sides, strict=True))
+
+
+def _batched(x, packed):
+    return x[None] if packed else x
 
 
 def backward_machines(config, tensors, options, workers, seed, variation=None, dlse=None):
@@ -447,27 +496,34 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
     CTAs that wait for one another's additions are all in one machine; its call is that of the last of them.
     """
     (q, k, v, out, lse, dout), variation = tensors, variation or Variation()
-    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
+    (_, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
     options = options if isinstance(options, CallOptions) else CallOptions(options)
+    sides = sides_of(config, q, k, options)
+    batch, ratio = sides[0].batch, heads // heads_kv
     if options.alibi_slopes is not None:
         slopes = np.asarray(options.alibi_slopes, np.float32)
         options = options._replace(alibi_slopes=np.broadcast_to(slopes, (batch, heads)))
-    sides = (side if side >= 0 else None for side in (options.window_left, options.window_right))
-    blocks = config.blocks(*sides)
-    grid = KvGrid(ceil_div(seqlen_k, TILE_N), heads_kv, batch, heads // heads_kv)
-    workers, section = min(workers, grid.total), 1 + seed % grid.head_count
+    window = (side if side >= 0 else None for side in (options.window_left, options.window_right))
+    blocks = config.blocks(*window)
+    if config.varlen:
+        ctas = tiles_of_ctas(config, blocks, sides, (heads_kv, ratio), workers, 1 + seed % 7)
+    else:
+        grid = KvGrid(ceil_div(seqlen_k, config.tile_n), heads_kv, batch, ratio)
+        workers, section = min(workers, grid.total), 1 + seed % grid.head_count
+        ctas = [
+            KvTileSchedule(blocks, grid, section, worker, workers, seqlen_q, seqlen_k)
+            for worker in range(workers)
+        ]
     dk, dv = (np.full(x.shape, np.nan, np.float32) for x in (k, v))
-    statistics = prepare(config, out, lse, dout, dlse)
+    statistics = prepare(sides[0], out, lse, dout, dlse)
     check_graph(config.graph, SMEM_LIMIT)
     machine = None
-    for worker in range(workers):
+    for worker, tiles in enumerate(ctas):
         if machine is None or not config.ordered:
             machine, shared = Machine(seed + worker, variation.strict), ({}, {})
-        lengths = (seqlen_q, seqlen_k)
-        tiles = KvTileSchedule(blocks, grid, section, worker, workers, *lengths)
         call = Call(config, q, k, v, dout, *statistics, dk, dv, options, tiles, *shared)
-        _fill_cta(machine, call, variation, f"cta{worker}." if config.ordered else "")
-        if worker == workers - 1 or not config.ordered:
+        variation.fill(machine, call, worker)
+        if worker == len(ctas) - 1 or not config.ordered:
             yield machine, call
 
 

@@ -10,7 +10,8 @@ Steady state, per KV block i (counted down from the last) and Q tile:
     softmax     S(i) to registers -> shift, post m -> P(i) over S(i), post p, t
     correction  m: factor, o: P V done -> O *= factor where a shift moved, post p
 
-Config is in ``fwd_config``, graph in ``fwd_graph``, schedule in ``fwd_roles``, its verbs in ``fwd_ops``.
+Config is in ``fwd_config``, graph in ``fwd_graph``, schedule in ``fwd_roles``, or for wide heads, which have one Q tile, in
+``fwd_wide_roles``; the verbs of both in ``fwd_ops``.
 """
 
 from dataclasses import dataclass
@@ -41,13 +42,24 @@ from flash4.common.tma_views import (
 from flash4.common.varlen import Sequences
 from flash4.sm100.fwd_config import (
     ELEMENT_BYTES,
+    KEPT,
     MARKS,
     MMA_ROWS,
     SMEM_ALIGN,
     SMEM_LIMIT,
     ForwardConfig,
 )
-from flash4.sm100.fwd_ends import CorrectionEnds, MmaEnds, Raise, SoftmaxEnds, Wait, open_ring
+from flash4.sm100.fwd_ends import (
+    CorrectionEnds,
+    MmaEnds,
+    Raise,
+    SoftmaxEnds,
+    Wait,
+    WaitByTurns,
+    WideCorrectionEnds,
+    WideMmaEnds,
+    open_ring,
+)
 from flash4.sm100.fwd_graph import TMEM_COLUMNS
 from flash4.sm100.fwd_ops import (
     CorrectionOps,
@@ -64,6 +76,7 @@ from flash4.sm100.fwd_ops import (
 )
 from flash4.sm100.fwd_roles import ForwardRoles
 from flash4.sm100.fwd_tiles import MarkedTiles, SequenceTiles, with_fresh_numbers
+from flash4.sm100.fwd_wide_roles import WideRoles
 
 # Named barriers; 0 is __syncthreads.
 BARRIER_TMEM = 1  # all who use tensor memory know where it is
@@ -86,6 +99,7 @@ class Memory:
     sO: cute.Tensor
     sStat: cute.Tensor
     share: object  # (4,) int32, of a worker's tiles; None without sequences of different lengths
+    kept: object  # (8 * KEPT,) int32, bounds of phases of warps of softmax; or None
     marks: object  # (MARKS + 1,) int32, of tiles to work on again; None without a fixed shift
     tmem: object
 
@@ -100,7 +114,7 @@ class ForwardSm100:
             raise ValueError(
                 f"{config} needs {self.graph.smem_bytes} bytes of shared memory, one CTA has {SMEM_LIMIT}"
             )
-        self.roles = ForwardRoles()
+        self.roles = ForwardRoles() if config.q_tiles > 1 else WideRoles()
 
     def fake_arguments(self):
         """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
@@ -229,7 +243,7 @@ class ForwardSm100:
             operand(load, queries, layouts[0], (rows, c.tile_d)),
             operand(load, keys, layouts[1], (c.tile_n // c.ctas, c.tile_d)),
             operand(load, values, layouts[2], (c.tile_dv // c.ctas, c.tile_n)),
-            operand(save, out, layouts[3], (rows, c.tile_dv)),
+            operand(save, out, layouts[3], (rows, c.o_columns)),
         )
 
     @staticmethod
@@ -255,7 +269,8 @@ class ForwardSm100:
     def _tma_layouts(self):
         """Swizzled layouts as TMA fills and reads them, of one CTA.
 
-        Q (128, tile_d, 2), K (tile_n / ctas, tile_d, stages), V (tile_dv / ctas, tile_n, stages), O (128, tile_dv, o_slots).
+        Q (128, tile_d, q_tiles), K (tile_n / ctas, tile_d, stages), V (tile_dv / ctas, tile_n, stages),
+        O (128, o_columns, o_slots).
         K and V are the same memory.
         """
         c, dtype = self.config, element(self.config)
@@ -263,10 +278,10 @@ class ForwardSm100:
         k_tile = (MMA_ROWS, c.tile_n // c.ctas, c.tile_d)
         v_tile = (MMA_ROWS, c.tile_dv // c.ctas, c.tile_n)
         return (
-            hopper.make_smem_layout_a(row, (MMA_ROWS, c.tile_n, c.tile_d), dtype, 2),
+            hopper.make_smem_layout_a(row, (MMA_ROWS, c.tile_n, c.tile_d), dtype, c.q_tiles),
             self._in_slots(hopper.make_smem_layout_b(row, k_tile, dtype, 1), 2),
             self._in_slots(hopper.make_smem_layout_b(column, v_tile, dtype, 1), 2),
-            hopper.make_smem_layout_epi(dtype, row, (MMA_ROWS, c.tile_dv), c.o_slots),
+            hopper.make_smem_layout_epi(dtype, row, (MMA_ROWS, c.o_columns), c.o_slots),
         )
 
     def _in_slots(self, layout, modes):
@@ -283,7 +298,7 @@ class ForwardSm100:
         qk_tile, pv_tile = (rows, c.tile_n, c.tile_d), (rows, c.tile_dv, c.tile_n)
         qk, pv = make_mma_qk(c), make_mma_pv(c)
         return (
-            blackwell.make_smem_layout_a(qk, qk_tile, dtype, 2),
+            blackwell.make_smem_layout_a(qk, qk_tile, dtype, c.q_tiles),
             self._in_slots(blackwell.make_smem_layout_b(qk, qk_tile, dtype, 1), 3),
             self._in_slots(blackwell.make_smem_layout_b(pv, pv_tile, dtype, 1), 3),
             blackwell.make_smem_layout_a(pv, pv_tile, dtype, 1).outer,
@@ -317,24 +332,21 @@ class ForwardSm100:
         if warp < correction.warps.start:
             cute.arch.setmaxregister_increase(graph.role("softmax0").registers)
             tiles = self._tiles(*work, keeps_place=False)  # registers are scarce there
-            self._run_softmax(memory, tiles, run_time, warp // 4, thread % WARPGROUP)
+            q_tile = warp // 4 if c.q_tiles > 1 else 0
+            self._run_softmax(memory, tiles, run_time, q_tile, thread % WARPGROUP)
         if (warp >= correction.warps.start) & (warp < correction.warps.stop):
             cute.arch.setmaxregister_decrease(correction.registers)
             self._run_correction(memory, self._tiles(*work, keeps_place=False), thread % WARPGROUP)
         if cutlass.const_expr(c.ctas > 1):
-            self._meet_peer(warp)
+            self._meet_peer(warp, self._tiles(*work))
 
     @cute.jit
-    def _meet_peer(self, warp):
-        """Neither CTA of a pair ends before the other is through with it; by all warps.
-
-        Those without a role join in where the others meet between passes, since a cluster's barrier counts all threads.
-        """
+    def _meet_peer(self, warp, tiles):
+        """Neither CTA of a pair ends before the other is through with it; by all warps."""
         if cutlass.const_expr(self.config.fixed_shift):
             idle = warp >= self.graph.role("store").warps.stop
             if idle | ((warp == self.graph.role("mma").warps.start) & (self._rank() != 0)):
-                cute.arch.cluster_arrive()
-                cute.arch.cluster_wait()
+                self.roles.idle(tiles)
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
@@ -383,7 +395,10 @@ class ForwardSm100:
         """Shared memory, barriers and the ends of rings; all threads meet here."""
         graph, smem = self.graph, SmemAllocator()
         sizes = {b.name: b.nbytes for b in graph.buffers}
-        base = {name: smem.allocate(n, byte_alignment=SMEM_ALIGN) for name, n in sizes.items()}
+        base = {
+            name: smem.allocate(n, byte_alignment=SMEM_ALIGN if n % SMEM_ALIGN == 0 else 16)
+            for name, n in sizes.items()
+        }
         rings = {
             ring.name: open_ring(
                 ring, smem.allocate_array(Int64, 2 * ring.stages), self.config.ctas
@@ -394,11 +409,12 @@ class ForwardSm100:
         barriers = {signal.name: first + i for i, signal in enumerate(graph.signals)}
         self._init_signals(warp, barriers)
         share = self._integers(base.get("share"), 4)
+        kept = self._integers(base.get("kept"), 8 * KEPT)
         marks = self._integers(base.get("marks"), MARKS + 1)
         if self.config.fixed_shift:
             self._clear(marks, thread)
         ended = smem.allocate_array(Int64, 1) if self.config.ctas > 1 else None
-        users = ("softmax0", "softmax1", "correction", "mma")
+        users = [role.name for role in graph.roles if role.name not in ("load", "store")]
         tmem = TmemAllocator(
             smem.allocate_array(Int32, 1),
             barrier_for_retrieve=pipeline.NamedBarrier(
@@ -416,7 +432,7 @@ class ForwardSm100:
             cute.recast_ptr(base["stat"], dtype=Float32), cute.make_layout((MMA_ROWS, 2, 2))
         )
         return Memory(
-            rings, barriers, base["q"], base["kv"], base["kv"], sO, stat, share, marks, tmem
+            rings, barriers, base["q"], base["kv"], base["kv"], sO, stat, share, kept, marks, tmem
         )
 
     @staticmethod
@@ -465,9 +481,15 @@ class ForwardSm100:
         )
         pointer = memory.tmem.retrieve_ptr(Float32)
         ops = MmaOps(c, self.graph.tmem, pointer, sQ, sK, sV, layouts[3])
-        raises = {name: self._raise(memory, name) for name in ("s0", "s1", "o0", "o1")}
-        waits = {name: self._wait(memory, name) for name in ("p0", "p1", "t0", "t1")}
-        ends = MmaEnds(q=memory.rings["q"][1], kv=memory.rings["kv"][1], **raises, **waits)
+        q, kv = (memory.rings[name][1] for name in ("q", "kv"))
+        if c.q_tiles == 1:
+            raises = {name: self._raise(memory, name + "0") for name in "so"}
+            waits = {name: self._wait_by_turns(memory, name) for name in "pt"}
+            ends = WideMmaEnds(q=q, kv=kv, **raises, **waits)
+        else:
+            raises = {name: self._raise(memory, name) for name in ("s0", "s1", "o0", "o1")}
+            waits = {name: self._wait(memory, name) for name in ("p0", "p1", "t0", "t1")}
+            ends = MmaEnds(q=q, kv=kv, **raises, **waits)
         self._lead(ops, tiles, ends)
 
     @cute.jit
@@ -483,10 +505,13 @@ class ForwardSm100:
             self.config, self.graph.tmem, tiles, pointer, memory.sStat, run_time, q_tile,
             self._rank(), thread,
             cute.make_rmem_tensor(1, Float32) if self.config.alibi else None,
+            self._kept_of_warp(memory),
         )  # fmt: skip
+        by_turns, wait = self.config.q_tiles == 1, self._wait(memory, "s0", q_tile)
         ends = SoftmaxEnds(
-            **{name: self._wait(memory, name + "0", q_tile) for name in ("s", "f")},
-            **{name: self._raise(memory, name + "0", q_tile) for name in ("p", "t", "m", "l")},
+            s=self._wait_by_turns(memory, "s") if by_turns else wait,
+            f=self._wait(memory, "f0", q_tile),
+            **{name: self._raise(memory, name + "0", q_tile) for name in "ptml"},
         )
         self.roles.softmax(ops, tiles, ends)
 
@@ -497,24 +522,44 @@ class ForwardSm100:
         ops = CorrectionOps(
             self.config, self.graph.tmem, tiles, pointer, memory.sStat, memory.sO, thread
         )
-        waits = ("m0", "m1", "o0", "o1", "l0", "l1")
-        ends = CorrectionEnds(
-            o=memory.rings["o"][0],
-            **{name: self._wait(memory, name) for name in waits},
-            **{name: self._raise(memory, name) for name in ("p0", "p1", "f0", "f1")},
-        )
+        slots = memory.rings["o"][0]
+        if self.config.q_tiles == 1:
+            ends = WideCorrectionEnds(
+                slots=slots,
+                m=self._wait_by_turns(memory, "m"),
+                **{name: self._wait(memory, name + "0") for name in "ol"},
+                **{name: self._raise(memory, name + "0") for name in "pf"},
+            )
+        else:
+            waits = ("m0", "m1", "o0", "o1", "l0", "l1")
+            ends = CorrectionEnds(
+                o=slots,
+                **{name: self._wait(memory, name) for name in waits},
+                **{name: self._raise(memory, name) for name in ("p0", "p1", "f0", "f1")},
+            )
         self.roles.correction(ops, tiles, ends)
         memory.tmem.relinquish_alloc_permit()
         cute.arch.barrier(barrier_id=BARRIER_FREE, number_of_threads=WARPGROUP)
         memory.tmem.free(pointer, TMEM_COLUMNS)
 
+    def _kept_of_warp(self, memory):
+        """Where a warp of softmax keeps the bounds of its phases, if registers are too scarce."""
+        if memory.kept is None:
+            return None
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        at = memory.kept.iterator + warp * KEPT
+        return cute.make_tensor(at, cute.make_layout(KEPT))
+
     def _barrier(self, memory, name, q_tile=0):
-        """Barrier of a signal; of the other Q tile it is half of all signals away."""
-        return memory.barriers[name] + q_tile * (len(self.graph.signals) // 2)
+        """Barrier of a signal; that of the other Q tile is a stride away."""
+        return memory.barriers[name] + q_tile * self.graph.stride
 
     def _raise(self, memory, name, q_tile=0):
         barrier = self._barrier(memory, name, q_tile)
-        return Raise(barrier, self._signal(name).kind, self.config.ctas)
+        return Raise(barrier, self._signal(name).kind, self.config.ctas, self.graph.stride)
+
+    def _wait_by_turns(self, memory, name):
+        return WaitByTurns(memory.barriers[name + "0"], self.graph.stride)
 
     def _wait(self, memory, name, q_tile=0):
         return Wait(self._barrier(memory, name, q_tile), self._signal(name).credit)

@@ -1,6 +1,6 @@
 """Configuration of the Blackwell forward: every compile-time fact, and the graph that follows from it. DSL-free."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flash4.common.geometry import KvBlocks, Phase, imax, imin
 from flash4.common.mods import AUX, decode_aux
@@ -8,6 +8,7 @@ from flash4.sm100.fwd_graph import (
     LEADER,
     THREADS,
     TMA,
+    TMEM_COLUMNS,
     UMMA,
     Buffer,
     Graph,
@@ -23,28 +24,34 @@ ELEMENT_BYTES = 2
 MMA_ROWS = (
     128  # rows of one MMA, and of one Q tile: one lane of tensor memory, and one thread, each
 )
-Q_TILES = 2  # worked on in turns: one's softmax runs beside the other's products
+BUFFERS = 2  # S in tensor memory: of two Q tiles, or of two blocks of the only one
 COLUMN_STEP = 64  # columns of a 16-bit row that the 128-byte swizzle covers
 KEY_STEP = 16  # keys that one MMA of P V contracts
 CHUNK = 32  # columns of S that softmax converts and stores at a time
-MAX_HEAD_DIM, MAX_HEAD_DIM_V = 192, 128
+MAX_HEAD_DIM = 256  # of K and V, too: an MMA has at most 256 columns
+TWO_TILES_D, TWO_TILES_DV = 192, 128  # up to which two Q tiles, and two O, have room
 MAX_STAGES = 6
-STAT_BYTES = 2 * Q_TILES * MMA_ROWS * 4  # per row: the factor of O, and the inverse row sum
+STAT_BYTES = 2 * BUFFERS * MMA_ROWS * 4  # per row: the factor of O, and the inverse row sum
 LARGEST_TOTAL = 2.0**64  # row sum up to which P of a fixed shift is trusted, if O is finite too
 MARKS = 127  # marks of tiles to work on again: one per wave, modulo this, and one for all
 MARKS_BYTES = 4 * (MARKS + 1)
 SHARE_BYTES = 16  # of the tiles of sequences: first and last
+KEPT = 6  # bounds of three phases, which each warp of softmax may keep in shared memory
 REGISTERS = (192, 80, 48)  # softmax, correction, the others
 FEATURE_REGISTERS = (
     200,
     64,
     48,
 )  # windows, mods, sequences and the like keep more beside a row of S
+CROWDED_REGISTERS = (200, 72, 40)  # caps, slopes or mods of sequences
+WINDOW_REGISTERS = (208, 56, 40)  # windows of sequences
+WIDE_REGISTERS = (240, 160, 96)  # of one Q tile: one warpgroup less
 PAIRED_DIM_V = 128  # halves of V are one group of columns under the swizzle
 PAIRED_CAUSAL = (
     8_192  # queries from which on a pair's hidden blocks cost less than it gains, by the clock
 )
 PAIRED_WASTE = 1.05  # rows that a pair may pad in excess of what one CTA would
+WIDE_WASTE = 1.4  # the same with one Q tile, where a CTA alone waits for loads; by the clock
 PACKS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -62,6 +69,8 @@ class ForwardConfig:
         negate: the softmax scale is negative: scores are negated before the maximum.
         ctas: CTAs that work on a tile together: 1, or a pair, whose MMAs have 256 rows. Each CTA of a pair has its own
             rows, and loads half of the keys of K and half of the columns of V.
+        q_tiles: Q tiles of a CTA: two, worked on by turns, so that one's softmax runs beside the other's products; or
+            one, where two O have no room, and then S(i) = Q K^T runs beside the softmax of the block before.
         tile_n: keys per block.
         stages: slots of the ring that K and V share.
         o_slots: tiles of O that wait in shared memory for their store.
@@ -90,6 +99,7 @@ class ForwardConfig:
     pack: int = 1
     negate: bool = False
     ctas: int = 1
+    q_tiles: int = 2
     tile_n: int = 128
     stages: int = 3
     o_slots: int = 2
@@ -115,10 +125,14 @@ class ForwardConfig:
             raise ValueError(f"head dims of a tile are {dims}; multiples of {COLUMN_STEP} only")
         if self.tile_n % 64 or not 64 <= self.tile_n <= 128:
             raise ValueError(f"tile_n is {self.tile_n}; supported are 64 and 128")
-        if self.tile_dv > MAX_HEAD_DIM_V:
+        if max(dims) > MAX_HEAD_DIM or self.q_tiles not in (1, 2):
             raise ValueError(
-                f"tile_dv is {self.tile_dv}: 2 x ({self.tile_n} + {self.tile_dv}) columns do not fit the "
-                f"512 of tensor memory beside two S"
+                f"head dims {dims}, q_tiles {self.q_tiles}: up to {MAX_HEAD_DIM}, and 1 or 2"
+            )
+        if BUFFERS * self.tile_n + self.q_tiles * self.tile_dv > TMEM_COLUMNS:
+            raise ValueError(
+                f"{BUFFERS} S of {self.tile_n} and {self.q_tiles} O of {self.tile_dv} columns do not fit the "
+                f"{TMEM_COLUMNS} of tensor memory"
             )
         if self.stages < 2 or self.o_slots not in (1, 2):
             raise ValueError(
@@ -166,8 +180,8 @@ class ForwardConfig:
 
     @property
     def tile_m(self) -> int:
-        """Rows of a tile: two Q tiles of each CTA."""
-        return Q_TILES * MMA_ROWS * self.ctas
+        """Rows of a tile: one or two Q tiles of each CTA."""
+        return self.q_tiles * MMA_ROWS * self.ctas
 
     @property
     def cluster(self) -> int:
@@ -278,9 +292,23 @@ class ForwardConfig:
         return self.tile_n * self.tile_dv // self.ctas * ELEMENT_BYTES
 
     @property
+    def o_columns(self) -> int:
+        """Columns of O that are stored at a time: all of a Q tile, or a part of them if there is only one."""
+        return self.tile_dv if self.q_tiles > 1 else COLUMN_STEP
+
+    @property
+    def o_parts(self) -> int:
+        """Parts in which O of a CTA is stored."""
+        return self.q_tiles * self.tile_dv // self.o_columns
+
+    def place_of_part(self, part):
+        """(Q tile, column in units of ``o_columns``) of a part of O."""
+        return (part, 0) if self.q_tiles > 1 else (0, part)
+
+    @property
     def o_bytes(self) -> int:
-        """Bytes of O of one Q tile."""
-        return MMA_ROWS * self.tile_dv * ELEMENT_BYTES
+        """Bytes of a part of O."""
+        return MMA_ROWS * self.o_columns * ELEMENT_BYTES
 
     @property
     def fits(self) -> bool:
@@ -288,32 +316,53 @@ class ForwardConfig:
         return self.graph.smem_bytes <= SMEM_LIMIT
 
     @property
+    def rescaled(self) -> int:
+        """Columns of O that correction has in its registers at a time while it rescales."""
+        return {160: 32, 80: 32, 56: 8}.get(self._registers[1], 16)
+
+    @property
+    def _registers(self) -> tuple[int, int, int]:
+        """Of softmax, correction and the others; ptxas spills least with these."""
+        if self.q_tiles == 1:
+            return WIDE_REGISTERS
+        if self.varlen and (self.natural or self.softcap or self.mask_mod):
+            return CROWDED_REGISTERS
+        if self.varlen and self.left:
+            return WINDOW_REGISTERS
+        return FEATURE_REGISTERS if self.featured else REGISTERS
+
+    @property
     def graph(self) -> Graph:
         """Roles, rings, signals and memory."""
-        softmax, corrections, others = FEATURE_REGISTERS if self.featured else REGISTERS
-        soft = (Role("softmax0", range(0, 4), softmax), Role("softmax1", range(4, 8), softmax))
-        correction = Role("correction", range(8, 12), corrections)
-        mma = Role("mma", range(12, 13), others)
-        load = Role("load", range(13, 14), others)
-        store = Role("store", range(14, 15), others)
-        signals = [self._signals(i, soft[i], correction, mma) for i in range(Q_TILES)]
+        softmax, corrections, others = self._registers
+        soft = [Role(f"softmax{i}", range(4 * i, 4 * i + 4), softmax) for i in range(self.q_tiles)]
+        free = 4 * self.q_tiles
+        correction = Role("correction", range(free, free + 4), corrections)
+        mma, load, store = (
+            Role(name, range(free + i, free + i + 1), others)
+            for i, name in enumerate(("mma", "load", "store"), 4)
+        )
+        signals = [self._signals(i, soft[i % self.q_tiles], correction, mma) for i in (0, 1)]
+        if self.q_tiles == 1:
+            signals = self._wide_signals(*signals)
         return Graph(
             roles=(*soft, correction, mma, load, store),
             rings=(
-                Ring("q", load, mma, (TMA, UMMA), Q_TILES, self.q_bytes),
+                Ring("q", load, mma, (TMA, UMMA), self.q_tiles, self.q_bytes),
                 Ring("kv", load, mma, (TMA, UMMA), self.stages, self.kv_bytes),
                 Ring("o", correction, store, (THREADS, THREADS), self.o_slots, self.o_bytes),
             ),
             signals=(*signals[0], *signals[1]),
             buffers=(
-                Buffer("q", Q_TILES * self.q_bytes),
+                Buffer("q", self.q_tiles * self.q_bytes),
                 Buffer("kv", self.stages * self.kv_bytes),
                 Buffer("o", self.o_slots * self.o_bytes),
                 Buffer("stat", STAT_BYTES),
                 *([Buffer("share", SHARE_BYTES)] if self.varlen else []),
+                *([Buffer("kept", 4 * KEPT * 8)] if self.varlen and self.left else []),
                 *([Buffer("marks", MARKS_BYTES)] if self.fixed_shift else []),
             ),
-            tmem=TmemMap(self.tile_n, self.tile_dv),
+            tmem=TmemMap(self.tile_n, self.tile_dv, self.q_tiles),
             ctas=self.ctas,
         )
 
@@ -331,15 +380,24 @@ class ForwardConfig:
             Signal(read, (correction,), soft, THREADS, (last,), credit=1),
         )
 
+    @staticmethod
+    def _wide_signals(first, second):
+        """Those of one Q tile: of each of two blocks s, p, t and m; o of every block, l and f of the tile."""
+        of_block = [[s for s in signals if s.name[0] in "sptm"] for signals in (first, second)]
+        others = {s.name: s for s in first if s.name[0] in "olf"}
+        # P V of the next block, whichever its S, waits for correction, which has waited for this one's o.
+        others["o0"] = replace(others["o0"], covered_by=("p0", "p1"))
+        return of_block[0], (*of_block[1], *others.values())
+
 
 def can_implement(problem) -> str | None:
     """Why this kernel cannot run a problem, or None if it can."""
-    for name, size, limit in (
-        ("head_dim", problem.head_dim, MAX_HEAD_DIM),
-        ("head_dim_v", problem.head_dim_v, MAX_HEAD_DIM_V),
-    ):
-        if size > limit:
-            return f"{name} {size} exceeds {limit}: two tiles of S and O would not fit their memory"
+    for name in ("head_dim", "head_dim_v"):
+        size = getattr(problem, name)
+        if size > MAX_HEAD_DIM:
+            return (
+                f"{name} {size} exceeds {MAX_HEAD_DIM}: two S and one O would not fit tensor memory"
+            )
     return None
 
 
@@ -348,8 +406,15 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
     import torch
 
     tile_d, tile_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
-    pack, why_pack = choose_pack(problem)
-    ctas, why_ctas = choose_ctas(problem, tile_d, tile_dv, pack)
+    q_tiles = 2 if tile_d <= TWO_TILES_D and tile_dv <= TWO_TILES_DV else 1
+    if problem.varlen and tile_d > PAIRED_DIM_V:
+        q_tiles = 1  # two tiles of one CTA would leave room for two slots of K and V
+    pack, why_pack = choose_pack(problem, q_tiles)
+    if q_tiles > 1:
+        ctas, why_ctas = choose_ctas(problem, tile_d, tile_dv, pack)
+    else:
+        tile_dv = -(-tile_dv // PAIRED_DIM_V) * PAIRED_DIM_V  # so that its halves suit a pair
+        ctas, why_ctas = choose_wide_ctas(problem, pack)
     fields = {
         "bf16": problem.dtype == torch.bfloat16,
         "tile_d": tile_d,
@@ -358,6 +423,7 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
         "pack": pack,
         "negate": problem.negative_scale,
         "ctas": ctas,
+        "q_tiles": q_tiles,
         "left": problem.window_left,
         "right": problem.window_right,
         "softcap": problem.softcap,
@@ -377,6 +443,20 @@ def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
         f"{config.poly} of 16 exponentials on the FMA units: the special function unit is the limit"
     )
     return config, (why_ctas, why_memory, why_shift, share, why_pack)
+
+
+class SM103:
+    """What compute capability 10.3 gets, whose special function unit is twice as fast: no polynomials."""
+
+    can_implement = staticmethod(can_implement)
+
+    @staticmethod
+    def choose_config(problem) -> tuple[ForwardConfig, tuple[str, ...]]:
+        """Configuration for a problem that ``can_implement`` accepts, and the reasons for it."""
+        config, reasons = choose_config(problem)
+        share = "all exponentials on the special function unit, which has twice the rate of 10.0"
+        reasons = [share if "exponentials" in reason else reason for reason in reasons]
+        return replace(config, poly=0), tuple(reasons)
 
 
 def choose_shift(fields: dict) -> tuple[bool, str]:
@@ -407,9 +487,20 @@ def choose_ctas(problem, tile_d: int, tile_dv: int, pack: int) -> tuple[int, str
         )
     if problem.varlen:
         return 1, "one CTA per tile: sequences may be shorter than a pair's rows"
-    rows, tile = problem.seqlen_q * pack, Q_TILES * MMA_ROWS
+    return pair_if_filled(problem.seqlen_q * pack, 2 * MMA_ROWS)
+
+
+def choose_wide_ctas(problem, pack: int) -> tuple[int, str]:
+    """CTAs that work on a tile together, if each has one Q tile only: then one alone waits for loads."""
+    if problem.varlen:
+        return 2, "a pair of CTAs per tile: each loads and reads half of K and V"
+    return pair_if_filled(problem.seqlen_q * pack, MMA_ROWS, WIDE_WASTE)
+
+
+def pair_if_filled(rows: int, tile: int, waste: float = PAIRED_WASTE) -> tuple[int, str]:
+    """Two CTAs, unless that pads the rows of a tile by much more."""
     padded, paired = (-(-rows // n) * n for n in (tile, 2 * tile))
-    if paired > padded * PAIRED_WASTE:
+    if paired > padded * waste:
         return 1, f"one CTA per tile: a pair would work on {paired} rows where there are {rows}"
     return 2, "a pair of CTAs per tile: each loads and reads half of K and V"
 
@@ -421,7 +512,10 @@ def padded_head_dim(head_dim: int) -> int:
 
 def spend_memory(fields: dict) -> tuple[ForwardConfig, str]:
     """Config with as many KV slots as there is room for, from 2 to 6, and two of O if there is; and the reason."""
-    for o_slots, least in ((2, 3), (1, 2)):
+    wide = fields["q_tiles"] == 1
+    if wide and fields["ctas"] == 1:  # four slots of 64 keys, and not two of 128
+        fields = {**fields, "tile_n": 64, "head": 32}
+    for o_slots, least in ((2, 2 if wide else 3), (1, 2)):
         for stages in range(MAX_STAGES, least - 1, -1):
             config = ForwardConfig(**fields, o_slots=o_slots, stages=stages)
             if config.fits:
@@ -432,9 +526,9 @@ def spend_memory(fields: dict) -> tuple[ForwardConfig, str]:
     raise ValueError(f"two blocks of K and V do not fit beside Q and O: {fields}")
 
 
-def choose_pack(problem) -> tuple[int, str]:
+def choose_pack(problem, q_tiles: int) -> tuple[int, str]:
     """Query heads per tile, and the reason: all that share a KV head, or one."""
-    ratio, rows = problem.gqa_ratio, Q_TILES * MMA_ROWS
+    ratio, rows = problem.gqa_ratio, q_tiles * MMA_ROWS
     if ratio == 1:
         return 1, "one query head per KV head: nothing to pack"
     if problem.pack_gqa is False:

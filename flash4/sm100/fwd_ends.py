@@ -19,22 +19,23 @@ LEADING_CTA, BOTH_CTAS = 0, 0b11  # rank, and mask, in a pair
 
 
 class Raise:
-    """Raisers' end of a signal."""
+    """Raisers' end of a signal, or of the two of blocks by turns, whose barriers are ``stride`` apart."""
 
-    def __init__(self, barrier, kind: str, ctas: int):
-        self.barrier, self.kind, self.ctas = barrier, kind, ctas
+    def __init__(self, barrier, kind: str, ctas: int, stride: int = 0):
+        self.barrier, self.kind, self.ctas, self.stride = barrier, kind, ctas, stride
 
-    def post(self):
+    def post(self, buffer=0):
         """Arrive: all threads of the role now, or the tensor core once its MMAs so far are done, in both CTAs."""
+        barrier = self.barrier + buffer * self.stride
         if self.kind == UMMA:
             with cute.arch.elect_one():
                 if self.ctas > 1:
-                    tcgen05.commit(self.barrier, BOTH_CTAS, tcgen05.CtaGroup.TWO)
+                    tcgen05.commit(barrier, BOTH_CTAS, tcgen05.CtaGroup.TWO)
                 else:
-                    tcgen05.commit(self.barrier)
+                    tcgen05.commit(barrier)
         else:
             primitives.tcgen05_fence("before_thread_sync")
-            cute.arch.mbarrier_arrive(self.barrier, LEADING_CTA if self.kind == LEADER else None)
+            cute.arch.mbarrier_arrive(barrier, LEADING_CTA if self.kind == LEADER else None)
 
     def __extract_mlir_values__(self):
         return []
@@ -62,6 +63,29 @@ class Wait:
 
     def __new_from_mlir_values__(self, values):
         return Wait(self.barrier, Int32(values[0]))
+
+
+class WaitByTurns:
+    """Waiter's end of two signals of blocks by turns, whose barriers are ``stride`` apart; the first comes first."""
+
+    def __init__(self, barrier, stride: int, buffer=0, phase=0):
+        self.barrier, self.stride = barrier, stride
+        self.buffer, self.phase = (Int32(Int32(x).ir_value()) for x in (buffer, phase))
+
+    def wait_and_advance(self):
+        """Wait for the signal whose turn it is; returns which of the two that is."""
+        check_carried(self.phase.ir_value(), "a signal's phase")
+        buffer = self.buffer
+        cute.arch.mbarrier_wait(self.barrier + buffer * self.stride, self.phase)
+        primitives.tcgen05_fence("after_thread_sync")
+        self.buffer, self.phase = buffer ^ 1, self.phase ^ buffer
+        return buffer
+
+    def __extract_mlir_values__(self):
+        return [self.buffer.ir_value(), self.phase.ir_value()]
+
+    def __new_from_mlir_values__(self, values):
+        return WaitByTurns(self.barrier, self.stride, *(Int32(value) for value in values))
 
 
 class TmaUmma(pipeline.PipelineTmaUmma):
@@ -110,10 +134,34 @@ class MmaEnds:
 
 
 @dataclass(frozen=True)
-class SoftmaxEnds:
-    """Ends of one warpgroup of the role ``softmax``."""
+class WideMmaEnds:
+    """Ends of the role ``mma`` with one Q tile."""
 
-    s: Wait
+    q: object
+    kv: object
+    s: Raise
+    p: WaitByTurns
+    t: WaitByTurns
+    o: Raise
+
+
+@dataclass(frozen=True)
+class WideCorrectionEnds:
+    """Ends of the role ``correction`` with one Q tile."""
+
+    slots: object  # of O in shared memory
+    m: WaitByTurns
+    p: Raise
+    o: Wait
+    l: Wait
+    f: Raise
+
+
+@dataclass(frozen=True)
+class SoftmaxEnds:
+    """Ends of one warpgroup of the role ``softmax``; with one Q tile s is of blocks by turns."""
+
+    s: Wait | WaitByTurns
     p: Raise
     t: Raise
     m: Raise

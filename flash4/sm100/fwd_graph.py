@@ -96,18 +96,19 @@ class Signal:
 
 @dataclass(frozen=True)
 class TmemMap:
-    """Columns of tensor memory, 32 bits each: S of both tiles, P over the upper half of each S, then both O."""
+    """Columns of tensor memory, 32 bits each: both S, P over the upper half of each S, then each Q tile's O."""
 
     tile_n: int
     tile_dv: int
+    q_tiles: int = 2
 
-    def s(self, tile):
-        """First column of S; of a run-time tile too."""
-        return tile * self.tile_n
+    def s(self, buffer):
+        """First column of S, of a Q tile or of a block; a run-time number too."""
+        return buffer * self.tile_n
 
-    def p(self, tile):
+    def p(self, buffer):
         """First column of P, two values a column."""
-        return tile * self.tile_n + self.tile_n // 2
+        return buffer * self.tile_n + self.tile_n // 2
 
     def o(self, tile):
         """First column of O."""
@@ -119,6 +120,7 @@ class TmemMap:
         for i in (0, 1):
             found[f"s{i}"] = (self.s(i), self.tile_n)
             found[f"p{i}"] = (self.p(i), self.tile_n // 2)
+        for i in range(self.q_tiles):
             found[f"o{i}"] = (self.o(i), self.tile_dv)
         return found
 
@@ -142,6 +144,12 @@ class Graph:
     def role(self, name: str) -> Role:
         """Return the role called ``name``."""
         return next(role for role in self.roles if role.name == name)
+
+    @property
+    def stride(self) -> int:
+        """Signals from one of the first S, such as p0, to that of the second."""
+        names = [signal.name for signal in self.signals]
+        return names.index("s1") - names.index("s0")
 
     @property
     def threads(self) -> int:

@@ -22,7 +22,6 @@ from flash4.sm100.fwd_exp import exp2_on_fma
 
 PIECE = 8  # 16-bit elements that a thread stores to shared memory at a time
 UNROLLED_DIM = 128  # head dim up to which the slices of Q K^T are unrolled
-RESCALED = 16  # columns of O that are in registers at a time while it is rescaled
 
 
 def element(config):
@@ -96,7 +95,7 @@ class LoadOps:
     operands: tuple  # Q, K, V
     run_time: RunTime
     rank: object  # of the CTA
-    sQ: cute.Tensor  # (128, tile_d, 2)
+    sQ: cute.Tensor  # (128, tile_d, Q tiles)
     sK: cute.Tensor  # (tile_n / ctas, tile_d, stages)
     sV: cute.Tensor  # (tile_dv / ctas, tile_n, stages), the same memory
 
@@ -113,7 +112,7 @@ class LoadOps:
             mQ, group = cute.domain_offset(((head, WRAP - seqlen), 0), mQ), 0
         else:
             mQ, group = q.tensor[None, None, place.head_kv, place.batch_q], place.group
-        part = tile.m_block * (2 * c.ctas) + c.part(q_tile, self.rank)
+        part = tile.m_block * (c.q_tiles * c.ctas) + c.part(q_tile, self.rank)
         gQ = cute.local_tile(mQ, ((c.pack, MMA_ROWS // c.pack), c.tile_d), ((group, part), 0))
         self._load(q.atom, gQ, self.sQ, slot, c.q_bytes)
 
@@ -165,22 +164,27 @@ class MmaOps:
     config: cutlass.Constexpr
     tmem: cutlass.Constexpr
     pointer: object  # to tensor memory
-    sQ: cute.Tensor  # (MMA, MMA_M, MMA_D, 2)
+    sQ: cute.Tensor  # (MMA, MMA_M, MMA_D, Q tiles)
     sK: cute.Tensor  # (MMA, MMA_N, MMA_D, stages); of a pair this CTA's half
     sV: cute.Tensor  # (MMA, MMA_DV, MMA_N, stages)
     p_layout: object  # of the A operand of P V: (MMA, MMA_M, MMA_N, 1)
 
-    def qk(self, q_tile, q_slot, k_slot):
-        """Issue S = Q K^T; the first k-slice overwrites.
+    def first_buffer(self):
+        """Which S the first block of all gets, with one Q tile."""
+        return Int32(0)
+
+    def qk(self, buffer, q_slot, k_slot):
+        """Issue S = Q K^T, of the Q tile of that number, or of the only one to that S; the first k-slice overwrites.
 
         Q tile i is always in slot i: both are taken once per tile. The zero from the slot's number is opaque, or ptxas
         keeps the descriptors of all slices of Q in registers around the loop.
         """
         c = self.config
         mma = make_mma_qk(c)
+        q_tile = buffer if c.q_tiles > 1 else 0
         tSrQ = mma.make_fragment_A(self.sQ)[None, None, None, q_tile + (k_slot.index >> 8)]
         tSrK = mma.make_fragment_B(self.sK)[None, None, None, k_slot.index]
-        tStS = accumulator(c, mma, c.tile_n, self.pointer + self.tmem.s(q_tile))
+        tStS = accumulator(c, mma, c.tile_n, self.pointer + self.tmem.s(buffer))
         if c.tile_d > UNROLLED_DIM:
             self._qk_in_groups(tStS, tSrQ, tSrK)
             return
@@ -199,20 +203,21 @@ class MmaOps:
                 at = (None, None, (k, group))
                 cute.gemm(mma, tStS, tSrQ[at], tSrK[at], tStS)
 
-    def pv_head(self, q_tile, v_slot, accumulate):
+    def pv_head(self, buffer, v_slot, accumulate):
         """Issue O (+)= P V for the first columns of P."""
-        self._pv(q_tile, v_slot, range(self.config.head // KEY_STEP), accumulate)
+        self._pv(buffer, v_slot, range(self.config.head // KEY_STEP), accumulate)
 
-    def pv_tail(self, q_tile, v_slot):
+    def pv_tail(self, buffer, v_slot):
         """Issue O += P V for the last columns of P."""
         c = self.config
-        self._pv(q_tile, v_slot, range(c.head // KEY_STEP, c.tile_n // KEY_STEP), True)
+        self._pv(buffer, v_slot, range(c.head // KEY_STEP, c.tile_n // KEY_STEP), True)
 
-    def _pv(self, q_tile, v_slot, slices, accumulate):
+    def _pv(self, buffer, v_slot, slices, accumulate):
         c = self.config
+        q_tile = buffer if c.q_tiles > 1 else 0
         mma = make_mma_pv(c)
         shaped = mma.make_fragment_A(cute.make_tensor(self.pointer, self.p_layout))
-        p = cute.recast_ptr(self.pointer + self.tmem.p(q_tile), dtype=element(c))
+        p = cute.recast_ptr(self.pointer + self.tmem.p(buffer), dtype=element(c))
         tOtP = cute.make_tensor(p, shaped[None, None, None, 0].layout)
         tOrV = mma.make_fragment_B(self.sV)[None, None, None, v_slot.index]
         tOtO = accumulator(c, mma, c.tile_dv, self.pointer + self.tmem.o(q_tile))
@@ -249,6 +254,32 @@ def registers_at(values, at, columns):
 
 
 @dataclass(frozen=True)
+class KeptPhase:
+    """A run of blocks whose bounds are in shared memory until it begins, as registers are scarce in the runs before."""
+
+    masked: bool
+    fixed: bool
+    bounds: cute.Tensor  # (2,) int32, of a warp
+
+    @staticmethod
+    def of(phase, kept, i):
+        """Put bounds away."""
+        bounds = cute.make_tensor(kept.iterator + 2 * i, cute.make_layout(2))
+        bounds[0], bounds[1] = Int32(phase.begin), Int32(phase.end)
+        return KeptPhase(phase.masked, phase.fixed, bounds)
+
+    @property
+    def begin(self):
+        """First block."""
+        return self.bounds[0]
+
+    @property
+    def end(self):
+        """Block behind the last."""
+        return self.bounds[1]
+
+
+@dataclass(frozen=True)
 class SoftmaxOps:
     """Verbs of the ``softmax`` role, for one thread and its row.
 
@@ -259,12 +290,13 @@ class SoftmaxOps:
     tmem: cutlass.Constexpr
     tiles: object
     pointer: object  # to tensor memory
-    sStat: cute.Tensor  # (128 rows, 2 values, 2 tiles) float32
+    sStat: cute.Tensor  # (128 rows, 2 values, 2 tiles or blocks) float32
     run_time: RunTime
-    q_tile: object  # 0 or 1, a run-time value: both warpgroups share the code
+    q_tile: object  # 0 or 1, a run-time value: both warpgroups share the code; 0 of the only one
     rank: object  # of the CTA
     thread: object  # in the warpgroup, and row in the Q tile
     slope: object  # of this thread's row, in a register; None without ALiBi
+    kept: object  # (6,) int32 in shared memory, of this warp: where phases begin and end; or None
 
     @property
     def scale_log2(self):
@@ -273,7 +305,11 @@ class SoftmaxOps:
 
     def phases(self, tile):
         """Runs of blocks, masked or not; see ``ForwardConfig.phases``."""
-        return self.config.phases(tile, self._part, self.tiles)
+        phases = self.config.phases(tile, self._part, self.tiles)
+        if self.kept is None:
+            return phases
+        cute.arch.sync_warp()  # all lanes are through with the last tile's
+        return tuple(KeptPhase.of(phase, self.kept, i) for i, phase in enumerate(phases))
 
     @property
     def _part(self):
@@ -286,18 +322,23 @@ class SoftmaxOps:
             self.slope[0] = self.run_time.slopes[place.batch, self._head(place)]
         return -Float32.inf, Float32(0.0)
 
-    def _s(self):
-        c = self.config
-        return accumulator(c, make_mma_qk(c), c.tile_n, self.pointer + self.tmem.s(self.q_tile))
+    def _buffer(self, buffer):
+        """Which S: the Q tile's, or with one Q tile that of the block."""
+        return self.q_tile if buffer is None else buffer
 
-    def load_s(self, tile, n_block, phase):
+    def _s(self, buffer):
+        c, column = self.config, self.tmem.s(self._buffer(buffer))
+        return accumulator(c, make_mma_qk(c), c.tile_n, self.pointer + column)
+
+    def load_s(self, tile, n_block, phase, buffer=None):
         """S of this row in registers: negated for a negative scale, capped, changed by mods, masked."""
         c, first_key = self.config, (tile.first_block + n_block) * self.config.tile_n
+        s = self._s(buffer)
         if c.score_mod or c.mask_mod:
-            self._change_in_memory(tile, first_key)
+            self._change_in_memory(tile, first_key, s)
         scores = cute.make_rmem_tensor(cute.make_layout(c.tile_n), Float32)
         for column in range(0, c.tile_n, CHUNK):
-            copy, tStS = tmem_load(self._s(), column, CHUNK, self.thread)
+            copy, tStS = tmem_load(s, column, CHUNK, self.thread)
             cute.copy(copy, tStS, registers_at(scores, column, CHUNK))
         cute.arch.fence_view_async_tmem_load()
         if not (c.score_mod or c.mask_mod):
@@ -309,15 +350,15 @@ class SoftmaxOps:
         return scores
 
     @cute.jit
-    def _change_in_memory(self, tile, first_key):
+    def _change_in_memory(self, tile, first_key, s):
         """What mods make of S, a part of the row at a time: what they need for a whole row would not fit the registers."""
         for part in cutlass.range(self.config.tile_n // CHUNK, unroll=1):
             scores = cute.make_rmem_tensor(cute.make_layout(CHUNK), Float32)
-            load, tStS = tmem_load(self._s(), part * CHUNK, CHUNK, self.thread)
+            load, tStS = tmem_load(s, part * CHUNK, CHUNK, self.thread)
             cute.copy(load, tStS, registers_at(scores, 0, CHUNK))
             cute.arch.fence_view_async_tmem_load()
             self._change(tile, first_key + part * CHUNK, scores)
-            store, target = tmem_store(self._s(), part * CHUNK, CHUNK, self.thread)
+            store, target = tmem_store(s, part * CHUNK, CHUNK, self.thread)
             cute.copy(store, registers_at(scores, 0, CHUNK), target)
         cute.arch.fence_view_async_tmem_store()
 
@@ -371,22 +412,34 @@ class SoftmaxOps:
                 keep = cutlass.Boolean(mask_mod(*where))
                 scores[j] = cutlass.select_(keep, scores[j], -Float32.inf)
 
+    def _visible(self, tile):
+        """(first key that this thread's row may see, one past the last)."""
+        blocks, where = self.tiles.blocks, (self._query(tile), *self.tiles.lengths(tile))
+        return blocks.key_begin(*where), blocks.key_end(*where)
+
     def _mask(self, tile, first_key, scores):
         """Set scores before the row's first and past its last visible key to -inf."""
-        c, blocks, lengths = self.config, self.tiles.blocks, self.tiles.lengths(tile)
-        query = self._query(tile)
-        visible = blocks.key_end(query, *lengths) - first_key
-        hidden = blocks.key_begin(query, *lengths) - first_key
-        for j in range(c.tile_n):
-            seen = visible > j
+        c, (begin, end) = self.config, self._visible(tile)
+        visible, hidden = end - first_key, begin - first_key
+        if c.varlen:  # two registers less
+            for j in range(c.tile_n):
+                seen = visible > j
+                if c.left:
+                    seen = seen & (hidden <= j)
+                scores[j] = cutlass.select_(seen, scores[j], -Float32.inf)
+            return
+        for chunk in range(0, c.tile_n, CHUNK):  # a bit for each score: predicates come in sevens
+            seen = numerics.low_bits(visible - chunk)
             if c.left:
-                seen = seen & (hidden <= j)
-            scores[j] = cutlass.select_(seen, scores[j], -Float32.inf)
+                seen = seen & ~numerics.low_bits(hidden - chunk)
+            for j in range(CHUNK):
+                kept = (seen & (1 << j)) != 0
+                scores[chunk + j] = cutlass.select_(kept, scores[chunk + j], -Float32.inf)
 
     @cute.jit
     def _mask_tail(self, tile, first_key, scores: cute.Tensor):
         """Mask only if the block reaches past the keys."""
-        if first_key + self.config.tile_n > self.tiles.lengths(tile)[1]:
+        if first_key + self.config.tile_n > self._visible(tile)[1]:
             self._mask(tile, first_key, scores)
 
     def move_shift(self, scores, shift, phase):
@@ -404,20 +457,20 @@ class SoftmaxOps:
             cutlass.select_(keep, Float32(1.0), factor),
         )
 
-    def put_factor(self, factor):
+    def put_factor(self, factor, buffer=None):
         """Tell correction."""
-        self.sStat[self.thread, 0, self.q_tile] = factor
+        self.sStat[self.thread, 0, self._buffer(buffer)] = factor
 
-    def exp_head(self, scores, shift, phase):
+    def exp_head(self, scores, shift, phase, buffer=None):
         """First columns of P over S; the exponentials replace the scores in registers."""
-        self._exp(scores, shift, range(0, self.config.head, 2), phase)
+        self._exp(scores, shift, range(0, self.config.head, 2), phase, buffer)
 
-    def exp_tail(self, scores, shift, phase):
+    def exp_tail(self, scores, shift, phase, buffer=None):
         """Last columns of P, all by the special function unit: the tensor core waits for them."""
-        self._exp(scores, shift, range(self.config.head, self.config.tile_n, 2), phase)
+        self._exp(scores, shift, range(self.config.head, self.config.tile_n, 2), phase, buffer)
 
-    def _exp(self, scores, shift, columns, phase):
-        c = self.config
+    def _exp(self, scores, shift, columns, phase, buffer):
+        c, s = self.config, self._s(buffer)
         scale, offset = self.scale_log2, -finite(shift) * self.scale_log2
         for j in columns:
             pair = (scores[j], scores[j + 1])
@@ -428,16 +481,16 @@ class SoftmaxOps:
                 pair = tuple(cute.math.exp2(x, fastmath=True) for x in pair)
             scores[j], scores[j + 1] = pair
             if j % CHUNK == CHUNK - 2:
-                self._store_p(scores, j - j % CHUNK)
+                self._store_p(s, scores, j - j % CHUNK)
         cute.arch.fence_view_async_tmem_store()
 
-    def _store_p(self, scores, begin):
+    def _store_p(self, s, scores, begin):
         """Round a chunk of exponentials to 16 bit and start its store over S."""
         p = cute.make_rmem_tensor(cute.make_layout(CHUNK), element(self.config))
         chunk = cute.make_tensor(scores.iterator + begin, cute.make_layout(CHUNK))
         p.store(chunk.load().to(element(self.config)))
         column = self.tmem.p(0) - self.tmem.s(0) + begin // 2
-        copy, tStP = tmem_store(self._s(), column, CHUNK // 2, self.thread)
+        copy, tStP = tmem_store(s, column, CHUNK // 2, self.thread)
         cute.copy(copy, registers_at(cute.recast_tensor(p, Float32), 0, CHUNK // 2), tStP)
 
     def add_sum(self, scores, total, factor):
@@ -524,17 +577,22 @@ class CorrectionOps:
     tmem: cutlass.Constexpr
     tiles: object
     pointer: object  # to tensor memory
-    sStat: cute.Tensor  # (128 rows, 2 values, 2 tiles) float32
-    sO: cute.Tensor  # (128, tile_dv, o_slots)
+    sStat: cute.Tensor  # (128 rows, 2 values, 2 tiles or blocks) float32
+    sO: cute.Tensor  # (128, o_columns, o_slots)
     thread: object  # in the warpgroup, and row in the Q tile
+
+    @property
+    def parts(self):
+        """Parts of O that are stored one by one."""
+        return self.config.o_parts
 
     def _o(self, q_tile):
         c = self.config
         return accumulator(c, make_mma_pv(c), c.tile_dv, self.pointer + self.tmem.o(q_tile))
 
-    def get_factor(self, q_tile):
+    def get_factor(self, buffer):
         """Factor of O since the last block."""
-        return self.sStat[self.thread, 0, q_tile]
+        return self.sStat[self.thread, 0, buffer]
 
     def get_inverse(self, q_tile):
         """1 / row sum; 0 of a row without keys."""
@@ -544,20 +602,21 @@ class CorrectionOps:
     def rescale_o(self, q_tile: cutlass.Constexpr, factor):
         """O *= factor; for most blocks no row of a warp has moved its shift."""
         if cute.arch.vote_any_sync(factor != 1.0):
-            for column in cutlass.range_constexpr(0, self.config.tile_dv, RESCALED):
-                load, tOtO = tmem_load(self._o(q_tile), column, RESCALED, self.thread)
-                store, target = tmem_store(self._o(q_tile), column, RESCALED, self.thread)
-                o = cute.make_rmem_tensor(cute.make_layout(((RESCALED, 1), 1, 1)), Float32)
+            columns = self.config.rescaled
+            for column in cutlass.range_constexpr(0, self.config.tile_dv, columns):
+                load, tOtO = tmem_load(self._o(q_tile), column, columns, self.thread)
+                store, target = tmem_store(self._o(q_tile), column, columns, self.thread)
+                o = cute.make_rmem_tensor(cute.make_layout(((columns, 1), 1, 1)), Float32)
                 cute.copy(load, tOtO, o)
                 cute.arch.fence_view_async_tmem_load()
-                for j in cutlass.range_constexpr(0, RESCALED, 2):
+                for j in cutlass.range_constexpr(0, columns, 2):
                     pair = (o[j], o[j + 1])
                     o[j], o[j + 1] = cute.arch.mul_packed_f32x2(pair, (factor, factor))
                 cute.copy(store, o, target)
             cute.arch.fence_view_async_tmem_store()
 
-    def finish_o(self, tile, q_tile, slot, inverse):
-        """O over the row sum, in 16 bit, to shared memory. Selected, not multiplied by 0, where there is no key.
+    def finish_o(self, tile, part, slot, inverse):
+        """A part of O over the row sum, in 16 bit, to shared memory. Selected, not multiplied by 0, where there is no key.
 
         With a fixed shift O must be finite, or else the tile is worked on again: 0 times finite numbers adds up to 0.
         """
@@ -565,8 +624,10 @@ class CorrectionOps:
         # Opaque: ptxas would keep the swizzled addresses of all pieces of the row in registers around the loop.
         thread = numerics.opaque(self.thread)
         empty = inverse == 0.0
-        for column in range(0, c.tile_dv, CHUNK):
-            load, tOtO = tmem_load(self._o(q_tile), column, CHUNK, self.thread)
+        tO = self._o(0)
+        tO = cute.make_tensor(tO.iterator + part * c.o_columns, tO.layout)
+        for column in range(0, c.o_columns, CHUNK):
+            load, tOtO = tmem_load(tO, column, CHUNK, self.thread)
             o = cute.make_rmem_tensor(cute.make_layout(((CHUNK, 1), 1, 1)), Float32)
             cute.copy(load, tOtO, o)
             cute.arch.fence_view_async_tmem_load()
@@ -603,20 +664,26 @@ class StoreOps:
     tiles: object
     o: Operand  # ((heads per KV head, S), Dv, heads_kv, B); of packed queries a ragged view instead of B
     rank: object  # of the CTA
-    sO: cute.Tensor  # (128, tile_dv, o_slots)
+    sO: cute.Tensor  # (128, o_columns, o_slots)
 
-    def store_o(self, tile, q_tile, slot):
+    @property
+    def parts(self):
+        """Parts of O that are stored one by one."""
+        return self.config.o_parts
+
+    def store_o(self, tile, part, slot):
         """Start the store of a slot; rows past the sequence are clipped."""
         c, place = self.config, self.tiles.place(tile)
+        q_tile, column = c.place_of_part(part)
         if c.cu_q:  # what comes after the sequence is not written
             stored = place.stored_q
             mO = self.o.tensor[None, None, place.head_kv, place.row_q + stored]
             mO = cute.domain_offset(((0, cute.size(mO, mode=[0, 1]) - stored), 0), mO)
         else:
             mO = self.o.tensor[None, None, place.head_kv, place.batch_q]
-        part = tile.m_block * (2 * c.ctas) + c.part(q_tile, self.rank)
-        at = ((place.group, part), 0)
-        gO = cute.local_tile(mO, ((c.pack, MMA_ROWS // c.pack), c.tile_dv), at)
+        rows = tile.m_block * (c.q_tiles * c.ctas) + c.part(q_tile, self.rank)
+        at = ((place.group, rows), column)
+        gO = cute.local_tile(mO, ((c.pack, MMA_ROWS // c.pack), c.o_columns), at)
         tOsO, tOgO = cpasync.tma_partition(
             self.o.atom, 0, cute.make_layout(1),
             cute.group_modes(self.sO, 0, 2), cute.group_modes(gO, 0, 2),

@@ -169,3 +169,8 @@ class ForwardRoles:
                 ops.wait_store()  # it has read its slot
                 o_slot.release()
             tile = tiles.next(tile)
+
+    @cute.jit
+    def idle(self, tiles):
+        """Warps of a pair that have no work: a cluster's barrier, where all meet between passes, counts them."""
+        tiles.meet()

@@ -61,7 +61,7 @@ class MarkedTiles:
         index, again = schedule.next_index(tile.index), tile.again
         if (index >= schedule.grid.total) & (again == 0):
             cute.arch.cp_async_bulk_wait_group(0)  # what is stored again must be stored last
-            self._meet()
+            self.meet()
             again = Int32(1)
             if marks[MARKS] != 0:
                 index = schedule.start
@@ -70,7 +70,8 @@ class MarkedTiles:
                 index = schedule.next_index(index)
         return replace(schedule.at(index), again=again)
 
-    def _meet(self):
+    def meet(self):
+        """Wait for all warps that go through the tiles; in a pair for those without work, too."""
         if self.config.ctas > 1:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()

@@ -15,7 +15,7 @@ LSE and D come from ``passes.bwd_prepare``; ``passes.bwd_finish`` makes dQ of th
 ``bwd_config``, the schedule in ``bwd_roles``, its verbs in ``bwd_ops``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -26,17 +26,26 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from flash4.common.graph import WARPGROUP
+from flash4.common.graph import WARP, WARPGROUP
+from flash4.common.kv_sequences import SequenceSchedule, Side
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.numerics import LOG2E, opaque
-from flash4.common.tma_views import permuted_view
+from flash4.common.tma_views import (
+    permuted_view,
+    ragged_rows_view,
+    ragged_store_view,
+    rows_of_entry,
+)
 from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, TILE_N, BackwardConfig
 from flash4.sm90.bwd_ops import Exchange, Inbox, LoadOps, MmaOps, Outbox, ReduceOps
 from flash4.sm90.bwd_roles import BackwardRoles
+from flash4.sm90.bwd_tiles import TILE_WORDS, OneTile
 from flash4.sm90.fwd_config import MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT
 from flash4.sm90.fwd_ops import Operand, element
 
 ROW = LayoutEnum.ROW_MAJOR
+FINDING_WARP = 1  # not the one that sets up barriers
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 
 
@@ -79,6 +88,11 @@ class RunTime:
     section: Int32
     seqlen_q: Int32
     seqlen_k: Int32
+    queries: object  # kv_sequences.Side; None where all sequences are as long as their tensors, as the next
+    keys: object
+    entry_rows: (
+        dict  # rows from one batch entry to the next by name, of what is ragged but not packed
+    )
 
 
 @dataclass(frozen=True)
@@ -100,6 +114,8 @@ class Shared:
 class BackwardSm90:
     """One Hopper backward kernel; see the module docstring for its pipeline."""
 
+    schedule = BackwardRoles
+
     def __init__(self, config: BackwardConfig):
         self.config = config
         self.graph = config.graph
@@ -108,12 +124,13 @@ class BackwardSm90:
                 f"{config} needs {self.graph.smem_bytes} bytes of shared memory and up to {SMEM_ALIGN} "
                 f"for alignment, one CTA has {SMEM_LIMIT}"
             )
-        self.roles = BackwardRoles()
+        self.roles = self.schedule()
 
     def fake_arguments(self):
         """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
         c, fake = self.config, cute.runtime.make_fake_tensor
         batch, heads, heads_kv = cute.sym_int(), cute.sym_int(), cute.sym_int()
+        batch_k = batch if c.cu_q == c.cu_k else cute.sym_int()  # packed: a batch of one
         seqlen_q, seqlen_k, padded, blocks = (cute.sym_int() for _ in range(4))
         head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
 
@@ -130,14 +147,14 @@ class BackwardSm90:
 
         tensors = (
             tensor(batch, seqlen_q, heads, head_dim),
-            tensor(batch, seqlen_k, heads_kv, head_dim),
-            tensor(batch, seqlen_k, heads_kv, head_dim_v),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
             tensor(batch, seqlen_q, heads, head_dim_v),
             floats(batch, heads, padded),
             floats(batch, heads, padded),
             floats(batch, heads, blocks, c.tile_m * c.tile_d),
-            tensor(batch, seqlen_k, heads_kv, head_dim),
-            tensor(batch, seqlen_k, heads_kv, head_dim_v),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
         )
         optional = {
             "alibi_slopes": fake(
@@ -150,6 +167,8 @@ class BackwardSm90:
                 assumed_align=4,
             ),
         }
+        for name in LENGTHS:
+            optional[name] = fake(Int32, (cute.sym_int(),), stride=(1,), assumed_align=4)
         tensors += tuple(optional[name] for name in c.optional_tensors)
         types = {"left": Int32, "right": Int32}
         numbers = tuple(types.get(name, Float32)(1) for name in c.numbers)
@@ -168,8 +187,11 @@ class BackwardSm90:
         q, k, v, do, lse, delta, dq, dk, dv, *optional = tensors
         optional = dict(zip(self.config.optional_tensors, optional, strict=True))
         numbers = dict(zip(self.config.numbers, numbers, strict=True))
+        queries, keys = self._sides(q, k, optional)
         grid = KvGrid(
-            n_blocks=cute.ceil_div(k.shape[1], TILE_N),
+            n_blocks=keys.slots
+            if self.config.cu_k
+            else cute.ceil_div(k.shape[1], self.config.tile_n),
             heads_kv=k.shape[2],
             batch=k.shape[0],
             ratio=q.shape[2] // k.shape[2],
@@ -188,15 +210,45 @@ class BackwardSm90:
             section=section,
             seqlen_q=q.shape[1],
             seqlen_k=k.shape[1],
+            queries=queries if self.config.varlen else None,
+            keys=keys if self.config.varlen else None,
+            entry_rows=self._entry_rows(q, k, v, do),
         )
         self.kernel(
             self._tiled_mmas(), self._operands((q, k, v, do, dk, dv)), run_time, grid
         ).launch(
-            grid=(grid.total, 1, 1),
+            grid=(grid.total * self.config.ctas, 1, 1),
+            cluster=(self.config.ctas, 1, 1),
             block=(self.graph.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
         )
+
+    def _sides(self, q, k, optional):
+        """Where queries and keys of sequences lie whose lengths are in tensors."""
+        cu_q, cu_k, used_q, used_k = (optional.get(name) for name in LENGTHS)
+        batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
+        return (
+            Side(batch, q.shape[1], self.config.tile_m, cu_q, used_q),
+            Side(batch, k.shape[1], self.config.tile_n, cu_k, used_k),
+        )
+
+    def _entry_rows(self, q, k, v, do):
+        """Rows from one batch entry to the next, of what is ragged but not packed."""
+        c, found = self.config, {}
+        if c.used_q and not c.cu_q:
+            found |= {"q": rows_of_entry(q), "do": rows_of_entry(do)}
+        if c.used_k and not c.cu_k:
+            found |= {"k": rows_of_entry(k), "v": rows_of_entry(v)}
+        return found
+
+    def _view(self, name, x):
+        """A tensor (B, S, H, D) as its tiles are cut, (S, D, H, B) or ragged; see the verbs."""
+        c = self.config
+        if name in ("dk", "dv"):
+            return ragged_store_view(x) if c.cu_k else permuted_view(x, [1, 3, 2, 0])
+        ragged = c.ragged_q if name in ("q", "do") else c.ragged_k
+        return ragged_rows_view(x) if ragged else permuted_view(x, [1, 3, 2, 0])
 
     def _operands(self, tensors):
         """TMA descriptors of q, k, v, do, dk and dv."""
@@ -213,7 +265,7 @@ class BackwardSm90:
         operands = []
         for (name, (op, box)), tensor in zip(boxes.items(), tensors, strict=True):
             one = cute.slice_(layouts[name], (None, None, 0))
-            view = permuted_view(tensor, [1, 3, 2, 0])
+            view = self._view(name, tensor)
             operands.append(Operand(*cpasync.make_tiled_tma_atom(op, view, one, box)))
         return Operands(*operands)
 
@@ -275,18 +327,19 @@ class BackwardSm90:
             for operand in (operands.q, operands.k, operands.v, operands.do):
                 cpasync.prefetch_descriptor(operand.atom)
         smem = SmemAllocator()
-        shared = self._shared(smem)
+        shared = self._shared(self._allocate(smem))
         lane = opaque(thread)  # ptxas would read the lane id anew for every release in the loop
         k_producer, k_consumer = self._open_ring(smem, "k", lane)
         v_producer, v_consumer = self._open_ring(smem, "v", lane)
         q_producer, q_consumer = self._open_ring(smem, "q", lane)
         do_producer, do_consumer = self._open_ring(smem, "do", lane)
+        tiles = self._tiles(run_time, grid, smem, (start, ctas))
+        if cutlass.const_expr(c.varlen):
+            if warp == FINDING_WARP:
+                tiles.find(thread, start)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        lengths = (run_time.seqlen_q, run_time.seqlen_k)
-        blocks = c.blocks(run_time.left, run_time.right)
-        tiles = KvTileSchedule(blocks, grid, run_time.section, start, ctas, *lengths)
         load, reduce, mma = (self.graph.role(name) for name in ("load", "reduce", "mma"))
         if group == 0:
             cute.arch.setmaxregister_decrease(load.registers)
@@ -301,18 +354,34 @@ class BackwardSm90:
         else:
             cute.arch.setmaxregister_increase(mma.registers)
             mine = group - mma.warpgroups.start
-            place = (thread % WARPGROUP, mine)
+            place = (thread % WARPGROUP, mine, mine)
             ops = self._mma_ops(mmas, operands, run_time, tiles, shared, place)
             ends = (k_consumer, v_consumer, q_consumer, do_consumer)
             self.roles.mma(ops, tiles, *ends, Exchange(), Outbox(mine))
 
-    def _shared(self, smem):
-        """Tensors in shared memory, by the graph's map."""
-        c, dtype, layouts = self.config, element(self.config), self._smem_layouts()
-        pointers = {
+    def _tiles(self, run_time, grid, smem, place):
+        """Tiles of this CTA; ``place`` is its number, and that of all."""
+        c, section = self.config, run_time.section
+        blocks = c.blocks(run_time.left, run_time.right)
+        if not c.varlen:
+            lengths = (run_time.seqlen_q, run_time.seqlen_k)
+            return KvTileSchedule(blocks, grid, section, *place, *lengths)
+        sides = (run_time.queries, run_time.keys)
+        words = cute.make_tensor(
+            smem.allocate_array(Int32, TILE_WORDS), cute.make_layout(TILE_WORDS)
+        )
+        return OneTile(SequenceSchedule(blocks, grid, *sides, section, c.least_heads), words)
+
+    def _allocate(self, smem):
+        """Pointers to the shared memory of each buffer that has its own, by the graph's map."""
+        return {
             name: smem.allocate(nbytes, byte_alignment=SMEM_ALIGN)
             for name, nbytes in self.graph.allocations().items()
         }
+
+    def _shared(self, pointers):
+        """Tensors in shared memory."""
+        c, dtype, layouts = self.config, element(self.config), self._smem_layouts()
         tensors = {}
         for buffer in self.graph.buffers:
             if buffer.name in layouts:
@@ -323,14 +392,15 @@ class BackwardSm90:
         tensors["dq"] = cute.make_tensor(floats, cute.make_layout((c.dq_floats, MMA_WARPGROUPS)))
         for name, ring in (("lse", "q"), ("delta", "do")):
             tile_bytes = self.graph.ring(ring).stage_bytes - c.statistics_bytes
-            behind = cute.recast_ptr(pointers[ring] + STAGES * tile_bytes, dtype=Float32)
-            tensors[name] = cute.make_tensor(behind, cute.make_layout((c.tile_m, STAGES)))
+            stages = self.graph.ring(ring).stages
+            behind = cute.recast_ptr(pointers[ring] + stages * tile_bytes, dtype=Float32)
+            tensors[name] = cute.make_tensor(behind, cute.make_layout((c.tile_m, stages)))
         return Shared(**tensors)
 
     def _open_ring(self, smem, name, lane):
         """Barriers and the producer and consumer ends of the graph's ring ``name``."""
         ring = self.graph.ring(name)
-        return pipeline.PipelineTmaAsync.create(
+        ends = pipeline.PipelineTmaAsync.create(
             barrier_storage=smem.allocate_array(cutlass.Int64, 2 * ring.stages),
             num_stages=ring.stages,
             producer_group=pipeline.CooperativeGroup(
@@ -338,20 +408,25 @@ class BackwardSm90:
             ),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, ring.consumer_arrivals),
             tx_count=ring.stage_bytes,
-            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            cta_layout_vmnk=cute.make_layout((1, ring.ctas, 1, 1)),
             tidx=lane,
+            mcast_mode_mn=(0, 1),
             defer_sync=True,
-        ).make_participants()
+        )
+        if self.config.ctas > ring.ctas:  # the pipeline would signal another CTA's barrier
+            ends = replace(ends, is_signaling_thread=lane % WARP == 0)
+        return ends.make_participants()
 
-    def _load_ops(self, operands, run_time, tiles, shared):
-        """Verbs of the ``load`` role."""
-        return LoadOps(
+    def _load_ops(self, operands, run_time, tiles, shared, kind=LoadOps, **more):
+        """Verbs of the ``load`` role, of a class that may have more fields."""
+        return kind(
             config=self.config,
             tiles=tiles,
             q=operands.q,
             k=operands.k,
             v=operands.v,
             do=operands.do,
+            entry_rows=run_time.entry_rows,
             mLSE=run_time.lse,
             mD=run_time.delta,
             sQ=shared.q,
@@ -360,11 +435,16 @@ class BackwardSm90:
             sDO=shared.do,
             sLSE=shared.lse,
             sD=shared.delta,
+            **more,
         )
 
     def _mma_ops(self, mmas, operands, run_time, tiles, shared, place):
-        """Partition the operands for one warpgroup; allocate its accumulators."""
-        c, (thread, mine) = self.config, place
+        """Verbs of the ``mma`` role."""
+        return MmaOps(**self._mma_fields(mmas, operands, run_time, tiles, shared, place))
+
+    def _mma_fields(self, mmas, operands, run_time, tiles, shared, place):
+        """Partition the operands for one warpgroup, which is number ``mine`` of those that a product has; allocate its accumulators."""
+        c, (thread, group, mine) = self.config, place
 
         def a(tiled_mma, tensor):
             part = tiled_mma.get_slice(mine * WARPGROUP).partition_A(tensor)
@@ -376,7 +456,7 @@ class BackwardSm90:
 
         k_of_dq, ds_of_dq = (a, b) if c.swap_dq else (b, a)
         operand = ((2, 2, 2), 1, c.tile_m // 16)
-        return MmaOps(
+        return dict(
             config=c,
             tiles=tiles,
             mma_s=mmas.s,
@@ -400,7 +480,7 @@ class BackwardSm90:
             sDS=cute.local_tile(
                 permuted_view(shared.ds, [1, 0, 2]), (MMA_ROWS, c.tile_m, STAGES), (mine, 0, 0)
             ),
-            sDQ=shared.dq[None, mine],
+            sDQ=shared.dq[None, group],
             sDK=shared.dk[None, None, mine],
             sDV=shared.dv[None, None, mine],
             dk_out=operands.dk,
@@ -411,5 +491,5 @@ class BackwardSm90:
             cap_log2=run_time.cap_log2,
             cap_scale=run_time.cap_scale,
             thread=thread,
-            warpgroup=mine,
+            warpgroup=group,
         )

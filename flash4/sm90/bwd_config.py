@@ -17,61 +17,39 @@ MMA_WARPGROUPS = 2
 TILE_N = MMA_ROWS * MMA_WARPGROUPS  # keys of a tile: each warpgroup's rows of S^T
 MAX_HEAD_DIM = 128
 REGISTERS = (240, 24)  # per thread of ``mma``, and of the warpgroup of the others
-TURN_REGISTERS = (232, 40)  # where those work out whose turn it is, and ``mma`` can spare them
+TURN_REGISTERS = (232, 40)  # where those work out more, and ``mma`` can spare them
 STAGES = 2
+UNEVEN_SECTION_HEADS = 16  # whose tiles, longest first, balance well and still share L2
 
 
-@dataclass(frozen=True)
-class BackwardConfig:
-    """Compile-time facts of one Hopper backward kernel; ints and bools only, and it is the cache key.
-
-    Attributes:
-        bf16: bfloat16 inputs and gradients; float16 otherwise.
-        tile_d: head dim of Q, K, dQ and dK, padded (TMA fills with zeros).
-        tile_dv: head dim of V, dO and dV, padded.
-        tile_m: queries per step.
-        causal: bottom-right causal mask.
-        swap_dq: dQ^T = K^T dS^T is multiplied instead of dQ = dS K: each warpgroup has 64 of 128 head dims, and a step
-            any multiple of 16 queries.
-        left: a window limits the keys before a query's own position; its side is a run-time value.
-        right: a window limits the keys after it, and lets some through (none is ``causal``).
-        softcap: scores are capped; the cap is a run-time value.
-        alibi: scores lose a slope of their head times the distance between query and key.
-        ordered: tiles add to dQ in a fixed order, so that it is bitwise repeatable.
-    """
-
-    bf16: bool
-    tile_d: int
-    tile_dv: int
-    tile_m: int
-    causal: bool
-    swap_dq: bool = False
-    left: bool = False
-    right: bool = False
-    softcap: bool = False
-    alibi: bool = False
-    ordered: bool = False
-
-    def __post_init__(self):
-        if self.swap_dq and (self.tile_d != 2 * MMA_ROWS or self.tile_m % 16):
-            raise ValueError(
-                f"swap_dq with tile_d {self.tile_d}, tile_m {self.tile_m}; it needs {2 * MMA_ROWS}, and a multiple of 16"
-            )
-        if not self.swap_dq and self.tile_m not in (MMA_ROWS, 2 * MMA_ROWS):
-            raise ValueError(f"tile_m is {self.tile_m}; supported are 64 and 128, or swap_dq")
-        if self.causal and self.right:
-            raise ValueError("causal and right exclude each other: causal is a right side of 0")
-
-    @property
-    def tile_n(self) -> int:
-        """Keys per tile."""
-        return TILE_N
+class BackwardFacts:
+    """What follows from the fields of any Hopper backward's config."""
 
     def blocks(self, left=None, right=None) -> QueryBlocks:
         """Which blocks of queries a tile visits; the sides of the window are those that the config says there are."""
         if (left is not None, right is not None) != (self.left, self.right):
             raise ValueError(f"window ({left}, {right}) for {self}")
-        return QueryBlocks(self.tile_m, TILE_N, self.causal, left, right)
+        return QueryBlocks(self.tile_m, self.tile_n, self.causal, left, right)
+
+    @property
+    def varlen(self) -> bool:
+        """Lengths of sequences are known on the GPU only."""
+        return self.ragged_q or self.ragged_k
+
+    @property
+    def ragged_q(self) -> bool:
+        """Behind the last query of a sequence come rows that are not its own, and may hold anything."""
+        return self.cu_q or self.used_q
+
+    @property
+    def ragged_k(self) -> bool:
+        """The same of keys and values."""
+        return self.cu_k or self.used_k
+
+    @property
+    def least_heads(self) -> int:
+        """Heads of a section of a sequence, if it has so many: those of different lengths fill each other's gaps."""
+        return UNEVEN_SECTION_HEADS if self.causal or self.ordered else 1
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -90,8 +68,90 @@ class BackwardConfig:
     @property
     def optional_tensors(self) -> tuple[str, ...]:
         """Tensors that the launch takes after dk and dv, in order."""
-        given = {"alibi_slopes": self.alibi, "turns": self.ordered}
+        given = {
+            "alibi_slopes": self.alibi,
+            "turns": self.ordered,
+            "cu_seqlens_q": self.cu_q,
+            "cu_seqlens_k": self.cu_k,
+            "seqused_q": self.used_q,
+            "seqused_k": self.used_k,
+        }
         return tuple(name for name, present in given.items() if present)
+
+    @property
+    def statistics_bytes(self) -> int:
+        """Bytes of LSE, or of D, of a step's queries."""
+        return FLOAT_BYTES * self.tile_m
+
+    @property
+    def fits(self) -> bool:
+        """Whether one CTA's shared memory holds the kernel."""
+        return self.graph.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT
+
+
+@dataclass(frozen=True)
+class BackwardConfig(BackwardFacts):
+    """Compile-time facts of one Hopper backward kernel; ints and bools only, and it is the cache key.
+
+    Attributes:
+        bf16: bfloat16 inputs and gradients; float16 otherwise.
+        tile_d: head dim of Q, K, dQ and dK, padded (TMA fills with zeros).
+        tile_dv: head dim of V, dO and dV, padded.
+        tile_m: queries per step.
+        causal: bottom-right causal mask.
+        swap_dq: dQ^T = K^T dS^T is multiplied instead of dQ = dS K: each warpgroup has 64 of 128 head dims, and a step
+            any multiple of 16 queries.
+        left: a window limits the keys before a query's own position; its side is a run-time value.
+        right: a window limits the keys after it, and lets some through (none is ``causal``).
+        softcap: scores are capped; the cap is a run-time value.
+        alibi: scores lose a slope of their head times the distance between query and key.
+        ordered: tiles add to dQ in a fixed order, so that it is bitwise repeatable.
+        cu_q: queries are packed, one sequence behind the other.
+        cu_k: keys and values are packed.
+        used_q: queries in use are counted for each sequence.
+        used_k: keys in use are counted for each sequence.
+    """
+
+    bf16: bool
+    tile_d: int
+    tile_dv: int
+    tile_m: int
+    causal: bool
+    swap_dq: bool = False
+    left: bool = False
+    right: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    ordered: bool = False
+    cu_q: bool = False
+    cu_k: bool = False
+    used_q: bool = False
+    used_k: bool = False
+
+    def __post_init__(self):
+        if self.swap_dq and (self.tile_d != 2 * MMA_ROWS or self.tile_m % 16):
+            raise ValueError(
+                f"swap_dq with tile_d {self.tile_d}, tile_m {self.tile_m}; it needs {2 * MMA_ROWS}, and a multiple of 16"
+            )
+        if not self.swap_dq and self.tile_m not in (MMA_ROWS, 2 * MMA_ROWS):
+            raise ValueError(f"tile_m is {self.tile_m}; supported are 64 and 128, or swap_dq")
+        if self.causal and self.right:
+            raise ValueError("causal and right exclude each other: causal is a right side of 0")
+
+    @property
+    def tile_n(self) -> int:
+        """Keys per tile."""
+        return TILE_N
+
+    @property
+    def ds_stages(self) -> int:
+        """Stages of dS: one step's is read while the next one's is written."""
+        return STAGES
+
+    @property
+    def ctas(self) -> int:
+        """CTAs that work on one tile."""
+        return 1
 
     @property
     def splits_queries(self) -> bool:
@@ -111,16 +171,6 @@ class BackwardConfig:
         return self.tile_m * self.tile_d // MMA_WARPGROUPS
 
     @property
-    def statistics_bytes(self) -> int:
-        """Bytes of LSE, or of D, of a step's queries."""
-        return FLOAT_BYTES * self.tile_m
-
-    @property
-    def fits(self) -> bool:
-        """Whether one CTA's shared memory holds the kernel."""
-        return self.graph.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT
-
-    @property
     def graph(self) -> PipelineGraph:
         """Roles, rings and shared memory.
 
@@ -130,7 +180,8 @@ class BackwardConfig:
         load --[do x2 tma->warps]--> mma
         """
         turns = self.ordered and (self.left or self.tile_d < 128)
-        mma_registers, registers = TURN_REGISTERS if turns else REGISTERS
+        places = self.varlen and self.splits_queries
+        mma_registers, registers = TURN_REGISTERS if turns or places else REGISTERS
         load = Role("load", range(0, 1), 1, registers)
         reduce = Role("reduce", range(0, 1), MMA_WARPGROUPS, registers, first_warp=1)
         mma = Role("mma", range(1, 1 + MMA_WARPGROUPS), 4 * MMA_WARPGROUPS, mma_registers)
@@ -162,7 +213,6 @@ class BackwardConfig:
 UNBUILT = {
     "score_mod": "leave score_mod at None",
     "mask_mod": "leave mask_mod at None",
-    "varlen": "use flash_attn_func with sequences of one length",
 }
 
 
@@ -173,7 +223,7 @@ def can_implement(problem) -> str | None:
             return f"gradients with {name} are not built yet; {instead}"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size > MAX_HEAD_DIM:
-            return f"gradients with {name} {size} are not built yet; supported are up to {MAX_HEAD_DIM}"
+            return f"takes {name} up to {MAX_HEAD_DIM}, not {size}"
     return None
 
 
@@ -186,6 +236,9 @@ def choose_config(problem) -> tuple[BackwardConfig, tuple[str, ...]]:
         tile_d = (
             128  # a tanh leaves registers for steps of 48 queries only, which need dQ to be swapped
         )
+    turns = problem.window_left and problem.deterministic
+    if problem.softcap and problem.varlen and turns and (tile_d, tile_dv) == (128, 96):
+        tile_dv = 128  # 64 queries would spill
     tile, why = choose_tile(tile_d, tile_dv, problem)
     config = BackwardConfig(
         bf16=problem.dtype == torch.bfloat16,
@@ -197,6 +250,10 @@ def choose_config(problem) -> tuple[BackwardConfig, tuple[str, ...]]:
         softcap=problem.softcap,
         alibi=problem.alibi,
         ordered=problem.deterministic,
+        cu_q=problem.cu_q,
+        cu_k=problem.cu_k,
+        used_q=problem.used_q,
+        used_k=problem.used_k,
         **tile,
     )
     return config, (why,)
@@ -209,10 +266,11 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
     1.25 tile_m more, and a cap some to compute with.
     """
     tile = {"tile_m": 64}
+    windows_of_sequences = problem.varlen and problem.window_left
     if problem.softcap:
         if tile_d == tile_dv == 128:
             tile = {"tile_m": 48, "swap_dq": True}
-    elif tile_d == tile_dv == 64 and not problem.deterministic:
+    elif tile_d == tile_dv == 64 and not problem.deterministic and not windows_of_sequences:
         tile = {"tile_m": 128}
     elif tile_d == 128 and not (tile_dv == 128 and problem.deterministic and problem.window_left):
         tile = {"tile_m": 80, "swap_dq": True}

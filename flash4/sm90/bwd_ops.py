@@ -15,9 +15,9 @@ from flash4.common import numerics
 from flash4.common.dsl import inline_ptx
 from flash4.common.geometry import choose
 from flash4.common.graph import WARP, WARPGROUP
-from flash4.common.kv_tiles import KvTileSchedule
 from flash4.common.numerics import LOG2E
-from flash4.sm90.bwd_config import STAGES, TILE_N, BackwardConfig
+from flash4.common.tma_views import WRAP
+from flash4.sm90.bwd_config import BackwardConfig
 from flash4.sm90.fwd_config import MMA_ROWS
 from flash4.sm90.fwd_ops import Operand, element, issue_mma, rows_of, tma_load
 
@@ -141,11 +141,14 @@ class LoadOps:
     """Verbs of the ``load`` role."""
 
     config: BackwardConfig
-    tiles: KvTileSchedule
-    q: Operand  # (S, D, H, B), as the next three
+    tiles: object  # kv_tiles.KvTileSchedule or bwd_tiles.OneTile, as in the other verbs
+    q: Operand  # (S, D, H, B), as the next three; ragged views if the config says so
     k: Operand
     v: Operand
     do: Operand
+    entry_rows: (
+        dict  # rows from one batch entry of a ragged view that is not packed to the next, by name
+    )
     mLSE: cute.Tensor  # (B, H, padded S), log2 units; +inf where P must vanish
     mD: cute.Tensor  # (B, H, padded S)
     sQ: cute.Tensor  # (tile_m, tile_d, stages)
@@ -158,32 +161,52 @@ class LoadOps:
     def load_k(self, tile, slot):
         """Fill the K slot with the tile's keys; rows past the sequence become zero."""
         c = self.config
-        mK = self.k.tensor[None, None, tile.head_kv, tile.batch]
-        gK = cute.local_tile(mK, (TILE_N, c.tile_d), (tile.n_block, 0))
+        mK = self._keys("k", tile)
+        gK = cute.local_tile(mK, (c.tile_n, c.tile_d), (tile.n_block, 0))
         tma_load(self.k.atom, gK, self.sK, slot)
 
     def load_v(self, tile, slot):
         """Fill the V slot with the tile's values."""
         c = self.config
-        mV = self.v.tensor[None, None, tile.head_kv, tile.batch]
-        gV = cute.local_tile(mV, (TILE_N, c.tile_dv), (tile.n_block, 0))
+        mV = self._keys("v", tile)
+        gV = cute.local_tile(mV, (c.tile_n, c.tile_dv), (tile.n_block, 0))
         tma_load(self.v.atom, gV, self.sV, slot)
 
     def load_q(self, tile, i, slot):
         """Fill a Q slot with the queries of step ``i`` and their LSE; rows past the sequence become zero."""
         c, (block, head) = self.config, self.tiles.place(tile, i)
-        mQ = self.q.tensor[None, None, head, tile.batch]
+        where = self.tiles.where(tile)
+        mQ = self._queries("q", tile, where, head)
         gQ = cute.local_tile(mQ, (c.tile_m, c.tile_d), (block, 0))
         tma_load(self.q.atom, gQ, self.sQ, slot)
-        self._load_statistics(self.mLSE[tile.batch, head, None], block, self.sLSE, slot)
+        gLSE = self.mLSE[where.entry_q, head, None]
+        self._load_statistics(gLSE, where.slot_q + block, self.sLSE, slot)
 
     def load_do(self, tile, i, slot):
         """Fill a dO slot with the gradients of step ``i`` and their D."""
         c, (block, head) = self.config, self.tiles.place(tile, i)
-        mDO = self.do.tensor[None, None, head, tile.batch]
+        where = self.tiles.where(tile)
+        mDO = self._queries("do", tile, where, head)
         gDO = cute.local_tile(mDO, (c.tile_m, c.tile_dv), (block, 0))
         tma_load(self.do.atom, gDO, self.sDO, slot)
-        self._load_statistics(self.mD[tile.batch, head, None], block, self.sD, slot)
+        gD = self.mD[where.entry_q, head, None]
+        self._load_statistics(gD, where.slot_q + block, self.sD, slot)
+
+    def _queries(self, name, tile, where, head):
+        """Rows (S, D) of q or do of the tile's sequence."""
+        tensor, entry = getattr(self, name).tensor, where.entry_q
+        if not self.config.ragged_q:
+            return tensor[None, None, head, entry]
+        end = where.row_q if self.config.cu_q else entry * self.entry_rows[name]
+        return ragged_rows(tensor, head, end, self.tiles.lengths(tile)[0])
+
+    def _keys(self, name, tile):
+        """Rows (S, D) of k or v of the tile's sequence."""
+        tensor, where = getattr(self, name).tensor, self.tiles.where(tile)
+        if not self.config.ragged_k:
+            return tensor[None, None, tile.head_kv, where.entry_k]
+        end = where.row_k if self.config.cu_k else where.entry_k * self.entry_rows[name]
+        return ragged_rows(tensor, tile.head_kv, end, self.tiles.lengths(tile)[1])
 
     def _load_statistics(self, gX, block, sX, slot):
         """They count at the barrier of the tile that they belong to."""
@@ -192,12 +215,17 @@ class LoadOps:
         copy_row(sX[None, slot.index].iterator, source, c.statistics_bytes, slot.barrier)
 
 
+def ragged_rows(tensor, head, begin, rows):
+    """So many rows (S, D) of a head from row ``begin`` on; loads of what comes after them give zeros."""
+    return cute.domain_offset((WRAP - rows, 0), tensor[None, None, head, WRAP, begin + rows])
+
+
 @dataclass(frozen=True)
 class ReduceOps:
     """Verbs of the ``reduce`` role, for one MMA warpgroup's part of dQ."""
 
     config: BackwardConfig
-    tiles: KvTileSchedule
+    tiles: object
     mDQ: cute.Tensor  # (B, H, blocks, tile_m tile_d), float32
     sDQ: cute.Tensor  # (dq_floats,) of the warpgroup
     mTurns: object  # (B, H, blocks, 2) int32, tiles that have added; None if the order is free
@@ -206,7 +234,7 @@ class ReduceOps:
     def wait_turn(self, tile, i):
         """Wait until all tiles whose turn comes first have added theirs."""
         if self.config.ordered:
-            wait_for_count(self._turn(tile, i), self.tiles.rank(tile, i))
+            wait_for_count(self._turn(tile, i), self.rank_of_addition(tile, i))
             cute.arch.fence_proxy("async.global")  # the copy engine comes after this thread
 
     def pass_turn(self, tile, i):
@@ -214,18 +242,27 @@ class ReduceOps:
         if self.config.ordered:
             cute.arch.cp_async_bulk_wait_group(0)
             cute.arch.fence_proxy("async.global")
-            counts = choose(self.tiles.rank(tile, i) >= 0, 1, 0)  # others have no turn
+            counts = choose(self.rank_of_addition(tile, i) >= 0, 1, 0)  # others have no turn
             add_to_count(self._turn(tile, i), counts)
 
+    def rank_of_addition(self, tile, i):
+        """How many additions come before this one; negative for one that is not asked."""
+        return self.tiles.rank(tile, i)
+
     def _turn(self, tile, i):
-        block, head = self.tiles.place(tile, i)
-        return self.mTurns[tile.batch, head, block, None].iterator + self.warpgroup
+        (block, head), where = self.tiles.place(tile, i), self.tiles.where(tile)
+        turns = self.mTurns[where.entry_q, head, where.slot_q + block, None]
+        return turns.iterator + self.warpgroup
 
     def add_dq(self, tile, i):
         """Accumulator += box, for the queries of step ``i``."""
-        floats, (block, head) = self.config.dq_floats, self.tiles.place(tile, i)
-        target = self.mDQ[tile.batch, head, block, None].iterator + self.warpgroup * floats
-        add_floats(target, self.sDQ.iterator, 4 * floats)
+        self.add_to_sums(tile, i, self.warpgroup * self.config.dq_floats)
+
+    def add_to_sums(self, tile, i, first):
+        """Add the box to the sums of step ``i`` from number ``first`` on."""
+        (block, head), where = self.tiles.place(tile, i), self.tiles.where(tile)
+        sums = self.mDQ[where.entry_q, head, where.slot_q + block, None]
+        add_floats(sums.iterator + first, self.sDQ.iterator, 4 * self.config.dq_floats)
         cute.arch.cp_async_bulk_commit_group()
 
     def wait_read(self):
@@ -252,7 +289,7 @@ class MmaOps:
     """Verbs of the ``mma`` role; every tensor is this warpgroup's or this thread's part."""
 
     config: BackwardConfig
-    tiles: KvTileSchedule
+    tiles: object
     mma_s: cute.TiledMma
     mma_dk: cute.TiledMma
     mma_dv: cute.TiledMma
@@ -263,7 +300,7 @@ class MmaOps:
     tDPrDO: cute.Tensor  # (MMA, MMA_M, MMA_DV, stages)
     tDVrDO: cute.Tensor  # (MMA, MMA_DV, MMA_M, stages): dO^T, the same memory
     tDKrQ: cute.Tensor  # (MMA, MMA_D, MMA_M, stages): Q^T, the same memory
-    tDQrK: cute.Tensor  # K^T, the same memory; operand B, or A if swapped
+    tDQrK: object  # K^T, the same memory; operand B, or A if swapped
     tDQrDS: cute.Tensor  # dS, (.., stages); operand A, or B if swapped
     tDVrP: cute.Tensor  # ((2, 2, 2), 1, tile_m / 16), 16 bit
     tDKrDS: cute.Tensor  # as tDVrP
@@ -275,7 +312,7 @@ class MmaOps:
     sDQ: cute.Tensor  # (dq_floats,)
     sDK: cute.Tensor  # (64, tile_d)
     sDV: cute.Tensor  # (64, tile_dv)
-    dk_out: Operand  # (S, D, heads_kv, B)
+    dk_out: Operand  # (S, D, heads_kv, B); of packed keys a ragged view instead of B
     dv_out: Operand
     mSlopes: object  # (B, H) float32, or None
     scale: Float32  # factor of a score
@@ -322,7 +359,7 @@ class MmaOps:
         """Issue this warpgroup's part of dQ = dS K, or of its transpose, into a fresh accumulator."""
         c = self.config
         dQ = cute.make_rmem_tensor(((2, 2, c.dq_floats // WARPGROUP // 4), 1, 1), Float32)
-        tDQrDS = self.tDQrDS[None, None, None, i % STAGES]
+        tDQrDS = self.tDQrDS[None, None, None, i % self.config.ds_stages]
         tDQrK = self.tDQrK[None, None, None, 0]
         a, b = (tDQrK, tDQrDS) if c.swap_dq else (tDQrDS, tDQrK)
         issue_mma(self.mma_dq, dQ, a, b, False)
@@ -373,18 +410,16 @@ class MmaOps:
     def _place(self, tile, i):
         """What masks and biases of step ``i`` depend on, for this thread."""
         tiles, (block, head) = self.tiles, self.tiles.place(tile, i)
-        lengths = (tiles.seqlen_q, tiles.seqlen_k)
+        lengths = tiles.lengths(tile)
         first_query = block * self.config.tile_m + 2 * (self.thread % 4)
-        keys = [tile.n_block * TILE_N + self._key_row(r) for r in range(2)]
+        keys = [tile.n_block * self.config.tile_n + self._key_row(r) for r in range(2)]
         slope_log2 = None
         if self.config.alibi:
-            slope_log2 = self.mSlopes[tile.batch, head] * LOG2E
+            slope_log2 = self.mSlopes[tiles.where(tile).batch, head] * LOG2E
         return Place(
             begins=tuple(tiles.blocks.query_begin(key, *lengths) - first_query for key in keys),
             ends=tuple(tiles.blocks.query_end(key, *lengths) - first_query for key in keys),
-            distances=tuple(
-                Float32(first_query + tiles.seqlen_k - tiles.seqlen_q - key) for key in keys
-            ),
+            distances=tuple(Float32(first_query + lengths[1] - lengths[0] - key) for key in keys),
             slope_log2=slope_log2,
         )
 
@@ -401,7 +436,11 @@ class MmaOps:
 
     def _key_row(self, r):
         """Row in the tile of this thread's row ``r``."""
-        return self.warpgroup * MMA_ROWS + self.thread // 32 * 16 + self.thread % 32 // 4 + 8 * r
+        return self.key_group() * MMA_ROWS + self.thread // 32 * 16 + self.thread % 32 // 4 + 8 * r
+
+    def key_group(self):
+        """Which 64 keys of the tile are this warpgroup's."""
+        return self.warpgroup
 
     def ds(self, i, s, dp, do_slot):
         """dS^T = P^T (dP^T - D), times the slope of the cap, rounded as the operand of dK and, transposed, into the shared memory of step ``i``."""
@@ -412,7 +451,7 @@ class MmaOps:
         dS = cute.make_tensor(self.tDKrDS.iterator, dp.layout)
         dS.store(dp.load().to(element(c)))
         r2s = self._store_copy(self.mma_s, transposed=True)
-        target = r2s.partition_D(self.sDS)[None, None, None, i % STAGES]
+        target = r2s.partition_D(self.sDS)[None, None, None, i % self.config.ds_stages]
         cute.copy(r2s, r2s.retile(dS), target)
         cute.arch.fence_proxy("async.shared", space="cta")
 
@@ -424,12 +463,21 @@ class MmaOps:
 
     def put_dq(self, dq):
         """Registers -> box, four numbers of a thread at a time: the order of the accumulator in global memory."""
-        groups = cute.size(dq) // 4
-        box = cute.make_tensor(
-            self.sDQ.iterator + 4 * self.thread,
-            cute.make_layout((4, groups), stride=(1, 4 * WARPGROUP)),
+        self.put_floats(dq, self.sDQ)
+
+    def put_floats(self, acc, sX):
+        """An accumulator -> its box in shared memory."""
+        mine, box = self.in_box(acc, sX)
+        cute.autovec_copy(mine, box)
+
+    def in_box(self, acc, sX):
+        """An accumulator, and where its box has this thread's numbers, both as (4, groups)."""
+        shape = (4, cute.size(acc) // 4)
+        box = cute.make_layout(shape, stride=(1, 4 * WARPGROUP))
+        return (
+            cute.make_tensor(acc.iterator, cute.make_layout(shape)),
+            cute.make_tensor(sX.iterator + 4 * self.thread, box),
         )
-        cute.autovec_copy(cute.make_tensor(dq.iterator, cute.make_layout((4, groups))), box)
 
     @cute.jit
     def store(self, tile):
@@ -452,8 +500,14 @@ class MmaOps:
 
     def _store(self, tile, operand, sX):
         """Shared memory -> global memory."""
-        mX = operand.tensor[None, None, tile.head_kv, tile.batch]
-        at = (tile.n_block * (TILE_N // MMA_ROWS) + self.warpgroup, 0)
+        where = self.tiles.where(tile)
+        if self.config.cu_k:  # what comes after the sequence is not written
+            end, rows = where.row_k + where.stored_k, cute.size(operand.tensor, mode=[0])
+            mX = operand.tensor[None, None, tile.head_kv, end]
+            mX = cute.domain_offset((rows - where.stored_k, 0), mX)
+        else:
+            mX = operand.tensor[None, None, tile.head_kv, where.entry_k]
+        at = (tile.n_block * (self.config.tile_n // MMA_ROWS) + self.key_group(), 0)
         gX = cute.local_tile(mX, (MMA_ROWS, cute.size(sX, mode=[1])), at)
         tXsX, tXgX = cpasync.tma_partition(
             operand.atom,

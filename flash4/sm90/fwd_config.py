@@ -24,8 +24,7 @@ MARKS_BYTES = 4 * MARK_WORDS
 GROWTH_LOG2 = 8  # see ForwardConfig.growth_log2
 KEY_STEP = 16  # keys that one WGMMA of P V contracts
 MAX_HEAD_DIM = 256
-# Fewest keys of tiles that CTAs share, without and with a causal mask.
-SHARED_KEYS, CUT_SHARED_KEYS = 1_024, 4_096
+SHARED_KEYS = 1_024  # fewest keys of tiles that CTAs share
 SHARED_TILES = 132  # fewest such tiles: two for each pair of an H100's multiprocessors
 TILE_SLOTS = 4  # of the ring of tiles, where sequences differ in length
 TILE_WORDS = 17  # of a slot, 4 bytes each
@@ -515,16 +514,15 @@ def share_tiles(config: ForwardConfig, problem) -> tuple[ForwardConfig, str]:
 
     It was measured with many keys and many tiles, and gains little: nothing else may get worse for it.
     """
-    cut = config.causal or config.right
-    keys = CUT_SHARED_KEYS if cut else SHARED_KEYS
     tiles = grid_of(problem, 2 * config.tile_q, config.pack).total
     obstacles = {
         "head dims up to 128 gain nothing from sharing": max(config.tile_d, config.tile_dv) <= 128,
         "what outgrows a fixed shift is found out by one CTA": config.fixed_shift,
         "sequences of different lengths are shared out by one CTA": config.varlen,
+        "tiles that a mask cuts gain more from being handed out": config.causal or config.right,
         "few blocks of a left window are of use to twice the rows": config.left,
         "mods": config.may_hide_any or config.natural,
-        f"fewer than {keys} keys": problem.seqlen_k < keys,
+        f"fewer than {SHARED_KEYS} keys": problem.seqlen_k < SHARED_KEYS,
         f"fewer than {SHARED_TILES} tiles of twice the rows": tiles < SHARED_TILES,
         "half of the last tile of twice the rows would be empty": (
             ceil_div(problem.seqlen_q, config.tile_q) % 2 == 1
@@ -533,8 +531,8 @@ def share_tiles(config: ForwardConfig, problem) -> tuple[ForwardConfig, str]:
     for obstacle, present in obstacles.items():
         if present:
             return config, f"one CTA to a tile: {obstacle}"
-    why = f"two CTAs to a tile, each loads half of K and V: at least {keys} keys, {SHARED_TILES} tiles"
-    return replace(config, cluster=2, tile_m=2 * config.tile_m, skip=cut), why
+    why = f"two CTAs to a tile, each loads half of K and V: at least {SHARED_KEYS} keys, {SHARED_TILES} tiles"
+    return replace(config, cluster=2, tile_m=2 * config.tile_m), why
 
 
 def order_tiles(config: ForwardConfig) -> tuple[ForwardConfig, str]:
@@ -545,8 +543,6 @@ def order_tiles(config: ForwardConfig) -> tuple[ForwardConfig, str]:
         return config, "tiles in a fixed order: all take equally long"
     if config.left:
         return config, "tiles in a fixed order: those of a left window take about equally long"
-    if config.cluster > 1:
-        return config, "tiles in a fixed order, in waves of alternating direction: CTAs share them"
     why = "tiles are handed out, the longest of a section first: whoever is free takes the next"
     return replace(config, handed_out=True), why
 

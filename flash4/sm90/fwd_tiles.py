@@ -1,5 +1,4 @@
-"""A worker's way through its tiles, in CuTe: those that must be worked on again, the ring of tiles, and how a warp looks
-through sequences."""
+"""A worker's way through its tiles, in CuTe: those that must be worked on again, and the ring of tiles."""
 
 from dataclasses import dataclass, fields, replace
 
@@ -14,10 +13,10 @@ from flash4.common.graph import WARP
 from flash4.common.handout import NOTHING, DenseEntry, find
 from flash4.common.tiles import TileSchedule
 from flash4.common.varlen import Entry
+from flash4.common.warps import Warp
 from flash4.sm90.fwd_config import MARKS, NOTES, OUTGROWN, PASSES, TILE_SLOTS, ForwardConfig
 
 BARRIER_PASS = 10  # named barrier: all roles have been through all tiles
-LANES_AT_A_TIME = 4  # more take more registers
 
 
 @dataclass(frozen=True)
@@ -100,45 +99,6 @@ class Tiles:
     def after_outgrown(self, tile, warpgroup):
         """1 if the warpgroup's tile before this one outgrew its shift, else 0."""
         return Int32(self.noted(warpgroup) == self.schedule.wave(tile.index))
-
-
-@dataclass(frozen=True)
-class Warp:
-    """Lanes that look at a sequence each."""
-
-    lane: Int32
-
-    def each(self, of, first):
-        """of(first) in the first lane, of(first + 1) in the next, ..."""
-        return of(first + self.lane)
-
-    def sum(self, values):
-        """Sum over all lanes."""
-        return cute.arch.warp_redux_sync(values, "add")
-
-    @cute.jit
-    def sum_before(self, values, keys):
-        """Sum over the lanes with a larger key, or with the same and a smaller number."""
-        total = Int32(0)
-        for first in range(0, WARP, LANES_AT_A_TIME):
-            for i in cutlass.range_constexpr(LANES_AT_A_TIME):
-                lane = first + i
-                value, key = (
-                    cute.arch.shuffle_sync(values, lane),
-                    cute.arch.shuffle_sync(keys, lane),
-                )
-                before = (key > keys) | ((key == keys) & (self.lane > lane))
-                total = total + cutlass.select_(before, value, Int32(0))
-        return total
-
-    def which(self, condition):
-        """The only lane with a condition; any from 0 to 32 if there is none."""
-        lanes = cute.arch.vote_ballot_sync(condition)
-        return Int32(cute.arch.popc(lanes - 1))
-
-    def value_of(self, values, lane):
-        """Value of a lane."""
-        return cute.arch.shuffle_sync(values, lane)
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,12 @@ from tests.strategies import Problem, random_problems
 MAX_SCORES = 2**24  # the reference keeps several matrices of so many float64
 
 
-def random_cases(n: int, seed: int) -> list[GradientCase]:
-    """Make n cases; the tensors of case i have the seed ``seed + i``."""
+def random_cases(n: int, seed: int, sequences: bool = False) -> list[GradientCase]:
+    """Make n cases, all of them of sequences of different lengths if asked; tensors of case i have the seed ``seed + i``."""
     choose = random.Random(seed).choice
-    drawn = random_problems(100 * n, seed, max_scores=MAX_SCORES)
-    problems = itertools.islice((p for p in drawn if is_built(p)), n)
+    drawn = random_problems(1000 * n, seed, max_scores=MAX_SCORES)
+    wanted = (p for p in drawn if p.varlen or not sequences)
+    problems = itertools.islice((p for p in wanted if is_built(p)), n)
     return [
         GradientCase(
             problem,
@@ -49,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--n", type=int, default=500, help="number of problems")
     parser.add_argument("--seed", type=int, default=0, help="of problems and tensors")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="compiling processes")
+    parser.add_argument("--sequences", action="store_true", help="of different lengths, all")
     parser.add_argument("--problem", help="one problem instead, such as 'Problem(seqlen_q=3)'")
     parser.add_argument("--dout", choices=DOUTS, default="contiguous", help="with --problem")
     parser.add_argument("--dlse", action="store_true", help="with --problem")
@@ -59,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         flags = (options.dout, options.dlse, options.deterministic)
         cases = [GradientCase(problem, options.seed, *flags)]
     else:
-        cases = random_cases(options.n, options.seed)
+        cases = random_cases(options.n, options.seed, options.sequences)
     start = time.perf_counter()
     arch = architecture(torch.cuda.get_device_capability())
     keys = list(dict.fromkeys(key for case in cases for key in case.kernels(arch)))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import flash4
-from flash4.sm90 import bwd_config
+from flash4.dispatch import gradient_obstacle
 from tests.checks import assert_gradients_close
 from tests.strategies import Problem
 
@@ -63,29 +63,35 @@ class GradientCase:
     def gradient_of_out(self, device: str = DEVICE) -> Tensor:
         """Random normal, in its layout."""
         generator = torch.Generator(device).manual_seed(self.seed + 1)
-        batch, seqlen, heads, head_dim = shape = self.problem.out_shape
+        *batch, seqlen, heads, head_dim = shape = self.problem.out_shape
+        packed = not batch
+        batch = 1 if packed else batch[0]
 
         def new(*shape):
             return torch.randn(shape, generator=generator, device=device).to(self.problem.dtype)
 
-        return {
-            "contiguous": lambda: new(*shape),
-            "sum": lambda: new(1, 1, 1, 1).expand(shape),
-            "mean over queries": lambda: new(batch, 1, heads, head_dim).expand(shape),
+        whole = (batch, seqlen, heads, head_dim)
+        dout = {
+            "contiguous": lambda: new(*whole),
+            "sum": lambda: new(1, 1, 1, 1).expand(whole),
+            "mean over queries": lambda: new(batch, 1, heads, head_dim).expand(whole),
             "heads first": lambda: new(batch, heads, seqlen, head_dim).transpose(1, 2),
             "head dim first": lambda: new(head_dim, batch, seqlen, heads).permute(1, 2, 3, 0),
             "cut from rows": lambda: new(batch, seqlen, heads, head_dim + 9)[..., 5:-4],
             "every second": lambda: new(batch, 2 * seqlen, heads, head_dim)[:, ::2],
-            "expanded batch": lambda: new(1, seqlen, heads, head_dim).expand(shape),
+            "expanded batch": lambda: new(1, seqlen, heads, head_dim).expand(whole),
         }[self.dout]()
+        dout = dout[0] if packed else dout
+        assert dout.shape == shape
+        return dout
 
     def gradient_of_lse(self, device: str = DEVICE) -> Tensor | None:
         """Random normal."""
         if not self.dlse:
             return None
         generator = torch.Generator(device).manual_seed(self.seed + 2)
-        batch, seqlen, heads, _ = self.problem.out_shape
-        return torch.randn(batch, heads, seqlen, generator=generator, device=device)
+        *batch, seqlen, heads, _ = self.problem.out_shape
+        return torch.randn(*batch, heads, seqlen, generator=generator, device=device)
 
     def inputs(self, device: str = DEVICE) -> tuple[Tensor, Tensor, Tensor]:
         """Leaves q, k and v, in the problem's layouts."""
@@ -97,7 +103,7 @@ class GradientCase:
         keywords = self.problem.keywords(device) | {"deterministic": self.deterministic}
         sink = keywords["learnable_sink"]
         leaves = inputs if sink is None else (*inputs, sink.requires_grad_())
-        out, lse = flash4.flash_attn_func(*inputs, return_lse=True, **keywords)
+        out, lse = self.problem.function(*inputs, return_lse=True, **keywords)
         dout, dlse = self.gradient_of_out(device), self.gradient_of_lse(device)
         outputs, grads = ((out, lse), (dout, dlse)) if self.dlse else (out, dout)
         return torch.autograd.grad(outputs, leaves, grads)
@@ -134,4 +140,4 @@ def is_built(problem: Problem) -> bool:
 
     shapes = problem.shapes
     options = options_of(*shapes, **problem.keywords("meta"))
-    return bwd_config.can_implement(AttentionProblem.of_call(*shapes, options)) is None
+    return gradient_obstacle(AttentionProblem.of_call(*shapes, options)) is None

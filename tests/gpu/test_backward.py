@@ -18,6 +18,8 @@ REPEATS = 30
 
 SQUARE = dict(batch=2, heads_kv=2, seqlen_q=300, seqlen_k=300)
 D128 = dict(head_dim=128, head_dim_v=128, dtype=BF16)
+D256 = dict(head_dim=256, head_dim_v=256, dtype=BF16)
+D192 = dict(head_dim=192, head_dim_v=128, dtype=BF16)
 D64 = dict(head_dim=64, head_dim_v=64, dtype=F16)
 PROBLEMS = {
     "d128 one tile": Problem(**D128, seqlen_q=80, seqlen_k=128),
@@ -92,6 +94,45 @@ PROBLEMS = {
         head_dim=64, head_dim_v=64, dtype=BF16, heads_kv=2, ratio=4, seqlen_q=133, seqlen_k=700,
         causal=True, window_size=(300, None), softcap=3.0, sink=2.0, alibi="by head",
     ),
+    "d256 one tile": Problem(**D256, seqlen_q=64, seqlen_k=64),
+    "d256 full": Problem(**D256, **SQUARE),
+    "d256 causal": Problem(**D256, **SQUARE, causal=True),
+    "d256 float16": Problem(head_dim=256, head_dim_v=256, **SQUARE, causal=True),
+    "d256 grouped heads": Problem(**D256, heads_kv=2, ratio=3, seqlen_q=200, seqlen_k=400),
+    "d256 one KV head": Problem(**D256, batch=2, ratio=8, seqlen_q=513, seqlen_k=257, causal=True),
+    "d256 rows without keys": Problem(**D256, heads_kv=2, seqlen_q=517, seqlen_k=130, causal=True),
+    "d256 few queries": Problem(**D256, heads_kv=3, seqlen_q=5, seqlen_k=900, causal=True),
+    "d256 few keys": Problem(**D256, heads_kv=3, seqlen_q=900, seqlen_k=3),
+    "d256 scale 0": Problem(**D256, **SQUARE, softmax_scale=0.0),
+    "d256 negative scale": Problem(**D256, **SQUARE, causal=True, softmax_scale=-0.1),
+    "d256 peaked": Problem(**D256, **SQUARE, softmax_scale=0.7),
+    "d192 and 128": Problem(**D192, **SQUARE, causal=True),
+    "d192 and 128, full": Problem(**D192, heads_kv=2, seqlen_q=640, seqlen_k=512),
+    "d192": Problem(head_dim=192, head_dim_v=192, **SQUARE, causal=True),
+    "d136 and 64": Problem(head_dim=136, head_dim_v=64, **SQUARE),
+    "d64 and 256": Problem(head_dim=64, head_dim_v=256, dtype=BF16, **SQUARE, causal=True),
+    "d168 and 200": Problem(head_dim=168, head_dim_v=200, dtype=BF16, **SQUARE, causal=True),
+    "d248 and 8": Problem(head_dim=248, head_dim_v=8, **SQUARE, causal=True),
+    "d256 window": Problem(**D256, **SQUARE, window_size=(100, 30)),
+    "d192 causal window": Problem(
+        **D192, heads_kv=2, ratio=2, seqlen_q=700, seqlen_k=900, window_size=(128, 0)
+    ),
+    "d192 window that leaves keys unseen": Problem(
+        **D192, heads_kv=2, seqlen_q=200, seqlen_k=900, window_size=(40, 40)
+    ),
+    "d256 cap": Problem(**D256, **SQUARE, causal=True, softcap=5.0),
+    "d256 sink, rows without keys": Problem(
+        **D256, heads_kv=3, ratio=2, seqlen_q=517, seqlen_k=130, causal=True, sink=0.0
+    ),
+    "d192 alibi": Problem(**D192, **SQUARE, causal=True, alibi="by batch and head"),
+    "d256 everything": Problem(
+        **D256, batch=2, heads_kv=2, ratio=2, seqlen_q=333, seqlen_k=260, window_size=(100, 100),
+        softcap=3.0, sink=2.0, alibi="by batch and head", softmax_scale=-0.2,
+    ),
+    "d200 unaligned": Problem(
+        head_dim=200, head_dim_v=200, **SQUARE, layouts=("unaligned", "transposed", "interleaved")
+    ),
+    "d256 long": Problem(**D256, seqlen_q=3000, seqlen_k=3100, causal=True),
     "long": Problem(**D128, seqlen_q=3000, seqlen_k=3100, causal=True),
 }  # fmt: skip
 every_problem = pytest.mark.parametrize("name", PROBLEMS)
@@ -111,7 +152,7 @@ def test_gradients_of_out_lie_anyhow(name: str, dout: str):
 
 @pytest.mark.parametrize("seqlen_q", [1, 63, 64, 65, 79, 80, 81, 127, 128, 129, 161])
 @pytest.mark.parametrize("seqlen_k", [1, 127, 128, 129, 257])
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_edges_of_tiles(head_dim: int, seqlen_q: int, seqlen_k: int):
     for causal in (False, True):
         problem = Problem(BF16, 1, 1, 2, head_dim, head_dim, seqlen_q, seqlen_k, causal)
@@ -130,6 +171,11 @@ LARGE = {
     "d64 full": Problem(**D64, batch=2, heads_kv=8, seqlen_q=2000, seqlen_k=3000),
     "d96 causal": Problem(
         head_dim=96, head_dim_v=96, dtype=BF16, heads_kv=9, seqlen_q=1500, seqlen_k=1500, causal=True
+    ),
+    "d256 causal": Problem(**D256, batch=2, heads_kv=4, seqlen_q=2048, seqlen_k=2048, causal=True),
+    "d256 full, odd lengths": Problem(**D256, batch=3, heads_kv=5, seqlen_q=777, seqlen_k=1031),
+    "d192 grouped heads": Problem(
+        **D192, batch=2, heads_kv=4, ratio=6, seqlen_q=1000, seqlen_k=1100, causal=True
     ),
 }  # fmt: skip
 
@@ -158,6 +204,14 @@ TURNS = LARGE | {
     ),
     "d64 window": Problem(**D64, heads_kv=8, seqlen_q=2000, seqlen_k=4000, window_size=(300, 200)),
     "d128 everything": PROBLEMS["d128 everything"],
+    "d256 full, few heads": Problem(**D256, heads_kv=2, seqlen_q=3000, seqlen_k=9000),
+    "d256 causal window": Problem(
+        **D256, heads_kv=4, ratio=2, seqlen_q=3000, seqlen_k=3500, window_size=(400, 0)
+    ),
+    "d192 window": Problem(
+        **D192, heads_kv=8, seqlen_q=2000, seqlen_k=4000, window_size=(300, 200)
+    ),
+    "d256 everything": PROBLEMS["d256 everything"],
 }
 
 

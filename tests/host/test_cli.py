@@ -99,7 +99,17 @@ def test_the_blackwell_kernel(capsys, refused):
     text = capsys.readouterr().out
     assert "tensor cores |" in text and "softmax1     |" in text
     wide = (*call, "--head-dim-v", "256")
-    assert "head_dim_v 256 exceeds 128" in refused("describe", "sm100-fwd", *wide)
+    for name in ("simulate", "time"):
+        assert cli.main([name, "sm100-fwd", *wide]) == 0
+    mutant = ("--mutant", "wide mma: drop s_signal.post(following)")
+    assert cli.main(["simulate", "sm100-fwd", *wide, *mutant]) == 1
+    assert "a deadlock" in capsys.readouterr().out
+    text = refused("simulate", "sm100-fwd", *call, *mutant)
+    assert "is of other roles than those of this call's config" in text
+    wider = (*call, "--head-dim-v", "264")
+    assert "head_dim of v is 264; supported are multiples of 8 up to 256" in refused(
+        "describe", "sm100-fwd", *wider
+    )
 
 
 def test_options_default_to_one_another(capsys):

@@ -63,3 +63,12 @@ def test_work_takes_as_long_as_its_scarcest_unit():
     found = work(B200, "x", fma=10, mufu=10, tmem=8, stall=5)
     assert found.cycles == 10 / B200.mufu + 5
     assert found.use["fma"] == 20 and found.use["issue"] == 20.25
+
+
+def test_one_q_tile_keeps_the_tensor_cores_busy():
+    """A block's softmax runs beside the products of its neighbours; a CTA alone waits for loads instead."""
+    pair = ForwardConfig(True, 256, 256, True, q_tiles=1, ctas=2, stages=4, fixed_shift=True)
+    products = 2 * (2 * 128 * 128 * 256) / B200.mma_flops  # Q K^T and P V, of one CTA
+    assert products < costs_of(shape_of(pair), B200).block < 1.1 * products
+    alone = replace(pair, ctas=1, tile_n=64, head=32)
+    assert costs_of(shape_of(alone), B200).block > 1.5 * products / 2

@@ -48,6 +48,8 @@ CONFIGS = {
     )
 }
 EVERYTHING = {"window_left": True, "window_right": True, "softcap": True, "alibi": True}
+PACKED = {"cu_q": True, "cu_k": True}
+LENGTHS = PACKED | {"used_q": True, "used_k": True}
 WINDOW_TURNS = {"causal": True, "window_left": True, "deterministic": True}
 CONFIGS |= {
     f"{d}/{dv} {name}": config_for(d, dv, **facts)
@@ -65,6 +67,19 @@ CONFIGS |= {
         (64, 64, "causal window, turns", WINDOW_TURNS),
         (128, 128, "everything, turns", EVERYTHING | {"deterministic": True}),
         (128, 128, "causal window, cap", {"causal": True, "window_left": True, "softcap": True}),
+        (128, 128, "packed", PACKED),
+        (128, 128, "causal, packed", PACKED | {"causal": True}),
+        (64, 64, "packed", PACKED),
+        (64, 64, "causal, all lengths", LENGTHS | {"causal": True}),
+        (64, 64, "alibi, in use", {"alibi": True, "used_q": True, "used_k": True}),
+        (96, 96, "causal, packed, turns", PACKED | {"causal": True, "deterministic": True}),
+        (
+            128,
+            128,
+            "everything, turns, all lengths",
+            EVERYTHING | LENGTHS | {"deterministic": True},
+        ),
+        (64, 64, "everything, turns, all lengths", EVERYTHING | LENGTHS | {"deterministic": True}),
         *(
             (d, dv, "everything", EVERYTHING)
             for d in DIMS
@@ -133,9 +148,13 @@ def test_the_limits_are_of_these_configs():
 def test_the_kernels_around_it():
     """No spills, and at least two CTAs of an SM."""
     jobs = {}
-    for d, dv, dlse in ((64, 64, False), (96, 128, True), (128, 128, True)):
-        prepare, finish = passes_of(config_for(d, dv), dlse)
-        jobs[d, PREPARE], jobs[d, FINISH] = (PREPARE, prepare), (FINISH, finish)
+    for d, dv, dlse, lengths in (
+        (64, 64, False, {}), (96, 128, True, {}), (128, 128, True, {}),
+        (64, 64, True, PACKED), (128, 128, True, LENGTHS), (128, 128, False, {"used_q": True}),
+    ):  # fmt: skip
+        prepare, finish = passes_of(config_for(d, dv, **lengths), dlse)
+        name = (d, dlse, *lengths)
+        jobs[*name, PREPARE], jobs[*name, FINISH] = (PREPARE, prepare), (FINISH, finish)
     for name, found in compile_all(jobs).items():
         assert found.spill_loads == found.spill_stores == 0, (name, found)
         assert found.registers <= 128, (name, found)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 import flash4
-from flash4 import dispatch, ops, reference
+from flash4 import dispatch, launch, ops, reference
 from flash4.common import mods
 from flash4.dispatch import architecture, plan_forward
-from flash4.problem import AttentionProblem, CallOptions
+from flash4.problem import AttentionProblem
 from flash4.sm90 import fwd_config as sm90_fwd
 from flash4.sm90.fwd_config import ForwardConfig
 from tests import strategies
@@ -90,8 +90,7 @@ def run_reference(launch):
 
 def forward_on_cpu(q, k, v, *options):
     """Do what the operator does with CUDA tensors."""
-    out = ops.empty_output(q, v.shape[-1])
-    return out, ops.run_forward(q, k, v, out, CallOptions(*options))
+    return launch.forward_operator(q, k, v, *options)
 
 
 @contextlib.contextmanager
@@ -262,10 +261,11 @@ def test_other_architectures_are_refused_with_the_reason_of_each_kernel(arch):
     with pytest.raises(NotImplementedError) as caught:
         plan_forward(PROBLEM, arch, WORKERS)
     for name, _, target, _ in dispatch.FORWARD_KERNELS:
-        assert f"{name}: runs on {target}, not {arch}" in str(caught.value)
+        reason = str(caught.value).partition(f"{name}: runs on ")[2].partition(";")[0]
+        assert target in reason and reason.endswith(f", not {arch}")
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (10, 3), (12, 0)])
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (12, 0)])
 def test_capabilities_without_a_kernel(capability):
     with pytest.raises(
         NotImplementedError, match=r"\d+\.\d+; supported is 9\.0 \(Hopper"
@@ -278,7 +278,11 @@ def test_hopper_and_blackwell_have_a_kernel():
     assert architecture((9, 0)) == "sm_90a"
     with pytest.raises(NotImplementedError, match=r"Blackwell \(10.0\) have never run on a GPU"):
         architecture((10, 0))
-    for arch, name in (("sm_90a", "sm90-fwd"), ("sm_100a", "sm100-fwd")):
+    for capability, name in (((10, 3), "Blackwell Ultra"), ((11, 0), r"Blackwell \(Thor\)")):
+        with pytest.raises(NotImplementedError, match=name):
+            architecture(capability)
+    blackwells = [(arch, "sm100-fwd") for arch in ("sm_100a", "sm_103a", "sm_110a")]
+    for arch, name in (("sm_90a", "sm90-fwd"), *blackwells):
         plan = plan_forward(PROBLEM, arch, WORKERS)
         assert (plan.name, plan.arch) == (name, arch)
         assert plan.grid.m_blocks == -(-PROBLEM.seqlen_q // plan.config.tile_q)
@@ -783,3 +787,17 @@ def test_the_smoke_problems_are_taken(name):
     with stand_in_gpu() as launches:
         problem.function(*problem.tensors("cpu"), return_lse=True, **problem.keywords())
     assert launches
+
+
+def test_exponentials_are_emulated_where_the_special_function_unit_is_the_limit():
+    plans = {
+        arch: plan_forward(PROBLEM, arch, WORKERS) for arch in ("sm_100a", "sm_103a", "sm_110a")
+    }
+    assert {arch: plan.config.poly for arch, plan in plans.items()} == {
+        "sm_100a": 4,
+        "sm_103a": 0,
+        "sm_110a": 4,
+    }
+    assert "4 of 16 exponentials" in str(plans["sm_100a"])
+    assert "all exponentials on the special function unit" in str(plans["sm_103a"])
+    assert not any(name == "sm100-fwd" for plan in plans.values() for name, _ in plan.rejected)

@@ -115,6 +115,9 @@ KINDS = (
     (136, 72, False, False),
     (64, 128, True, True),
     (128, 48, False, True),
+    (256, 256, True, True),
+    (136, 200, False, False),
+    (248, 40, False, True),
 )
 CONFIGS = [(shipped(*kind), *kind[:2]) for kind in KINDS]
 # Not shipped: short blocks, other shares of exponentials on the FMA units, P handed over in other parts.
@@ -128,6 +131,14 @@ CONFIGS += [
     (replace(CONFIGS[3][0], ctas=2, stages=6), 128, 128),
     (replace(CONFIGS[5][0], ctas=2, stages=3, o_slots=1), 192, 128),
     (replace(CONFIGS[7][0], ctas=2, tile_n=64, head=32), 64, 128),
+]
+# One CTA with one Q tile, as for few rows; and both kinds with other blocks, where two Q tiles would do.
+ONE_TILE = {"ctas": 1, "tile_n": 64, "head": 32, "stages": 4}
+CONFIGS += [
+    (replace(CONFIGS[9][0], **ONE_TILE), 256, 256),
+    (replace(CONFIGS[10][0], **ONE_TILE, o_slots=1), 136, 200),
+    (replace(CONFIGS[0][0], q_tiles=1, o_slots=1, stages=2), 64, 64),
+    (replace(CONFIGS[3][0], ctas=2, q_tiles=1, tile_n=64, head=32, stages=5), 128, 128),
 ]
 
 
@@ -145,12 +156,11 @@ def run(case: Case, seed: int = 0):
 def test_the_configs_cover_what_can_differ():
     configs = [config for config, *_ in CONFIGS]
     assert {config.o_slots for config in configs} == {1, 2}
-    assert {config.tile_d for config in configs} == {64, 128, 192}
-    assert {config.tile_dv for config in configs} == {64, 128}
+    assert {config.tile_d for config in configs} == {64, 128, 192, 256}
+    assert {config.tile_dv for config in configs} == {64, 128, 256}
     assert {config.kv_columns > config.tile_d for config in configs} == {False, True}
-    assert {(config.ctas, config.causal) for config in configs} == set(
-        product((1, 2), (False, True))
-    )
+    kinds = {(config.ctas, config.q_tiles, config.causal) for config in configs}
+    assert kinds == set(product((1, 2), (1, 2), (False, True)))
 
 
 @pytest.mark.parametrize("index", range(len(CONFIGS)), ids=lambda i: f"{i}-{CONFIGS[i][1:]}")
@@ -283,11 +293,13 @@ def test_scales(scale, causal):
     run(Case(config, 128, 128, 1, 130, 300, 2, softmax_scale=scale))
 
 
+@pytest.mark.parametrize("q_tiles", [1, 2])
 @pytest.mark.parametrize("ctas", [1, 2])
 @pytest.mark.parametrize("causal", [False, True])
-def test_rows_that_outgrow_a_fixed_shift_are_done_again(causal, ctas):
+def test_rows_that_outgrow_a_fixed_shift_are_done_again(causal, ctas, q_tiles):
     """Scores in front are far above those of the masked blocks: P overflows, and O with it."""
     config = replace(shipped(128, 128, causal), ctas=ctas, stages=3, fixed_shift=True)
+    config = replace(config, q_tiles=q_tiles)
     case = Case(config, 128, 128, 1, 600, 600, softmax_scale=0.7, value_scale=3.0, workers=1)
     run(case)
     ((machine, call),) = case.machines()
@@ -351,10 +363,13 @@ def test_steps_do_not_depend_on_the_order():
 SMALL = ForwardConfig(True, 64, 64, False, tile_n=64, head=32, stages=2, o_slots=1)
 
 
+@pytest.mark.parametrize("q_tiles", [1, 2])
 @pytest.mark.parametrize("seqlen_k", [64, 128, 192])
-def test_every_order_of_a_small_problem(seqlen_k):
+def test_every_order_of_a_small_problem(seqlen_k, q_tiles):
     """One tile, up to three blocks: the loops' steady state."""
-    ((machine, _),) = Case(SMALL, 8, 8, seqlen_q=256, seqlen_k=seqlen_k, workers=1).machines()
+    config = replace(SMALL, q_tiles=q_tiles)
+    case = Case(config, 8, 8, seqlen_q=128 * q_tiles, seqlen_k=seqlen_k, workers=1)
+    ((machine, _),) = case.machines()
     machine.run()
     found = explore(machine)
     assert found.steps > found.states > len(machine.tasks)
@@ -381,11 +396,14 @@ def test_no_synchronisation_can_go_or_move(name, jury):
     assert (jury.verdict(MUTANTS[name]) is None) == (name in HARMLESS)
 
 
-SIGNALS = [signal.name for signal in SMALL.graph.signals]
+SIGNALS = [
+    (index, signal.name)
+    for index in (2, 3, 7, 8)  # alone and a pair, with two Q tiles and with one
+    for signal in SM100_PROBLEMS[index].config.graph.signals
+]
 
 
-@pytest.mark.parametrize("index", [2, 3], ids=["alone", "pair"])
-@pytest.mark.parametrize("name", SIGNALS)
+@pytest.mark.parametrize(("index", "name"), SIGNALS)
 def test_a_cover_is_not_a_matter_of_belief(name, index):
     """Each signal is freed by the edges that the graph names, and not by nothing."""
     config, problem = SM100_PROBLEMS[index].config, SM100_PROBLEMS[index]

@@ -18,8 +18,12 @@ BELOW_DISPATCH = KERNELS | {"jit", "common", "problem", "reference"}
 # A module that is not named here belongs to the command line: it imports what it likes, and no
 # layer imports it. "flash4" is the package's own __init__.
 MAY_IMPORT = {
-    "flash4": {"interface", "ops", "dispatch", *BELOW_DISPATCH},
-    "interface": {"ops", "dispatch", *BELOW_DISPATCH} - {"jit"},
+    "flash4": {"ahead", "availability", "sdpa", "interface", "ops", "dispatch", *BELOW_DISPATCH},
+    "ahead": {"interface", "ops", "dispatch", *BELOW_DISPATCH},
+    "availability": {"dispatch", *BELOW_DISPATCH},
+    "sdpa": {"interface", "launch", "ops", "dispatch", *BELOW_DISPATCH} - {"jit"},
+    "interface": {"launch", "ops", "dispatch", *BELOW_DISPATCH} - {"jit"},
+    "launch": {"ops", *BELOW_DISPATCH} - {"jit"},
     "ops": {"dispatch", *BELOW_DISPATCH},
     "dispatch": BELOW_DISPATCH,
     "jit": {"common", "cutlass"},

@@ -534,6 +534,22 @@ def test_huge_logits(scale):
     assert all(x.isfinite().all() for x in gradients[:3])
 
 
+@pytest.mark.parametrize("x", [0.0, 1e-9, 3.0, 17.0, 20.0, 35.0, 44.0, 300.0, 800.0])
+def test_the_slope_of_a_saturated_cap(x):
+    """Of scores x and -x in units of the cap; from x = 20 on 1 - tanh^2 would be 0."""
+    cap, value = 2.0, 0.5
+    q = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    k = torch.tensor([x * cap, -x * cap], dtype=torch.float64).view(1, 2, 1, 1)
+    v = torch.tensor([value, -value], dtype=torch.float64).view(1, 2, 1, 1)
+    options = AttentionOptions(softmax_scale=1.0, softcap=cap)
+    dq, dk, *_ = reference.attention_backward(q, k, v, torch.ones_like(q), options)
+    p = 1 / (1 + math.exp(-2 * cap * math.tanh(x)))  # of the first key
+    slope = 1 / math.cosh(x) ** 2 if x < 700 else 0.0
+    ds = 2 * p * (1 - p) * value * slope
+    found = [*dk.flatten().tolist(), dq.item()]
+    assert found == pytest.approx([ds, -ds, 2 * ds * x * cap], rel=1e-13, abs=0)
+
+
 @pytest.mark.parametrize("sink", [None, 0.5], ids=["no_sink", "sink"])
 @pytest.mark.parametrize("sizes", [*itertools.product((0, 2), (0, 3), (0, 4), (0, 2))], ids=str)
 def test_empty_sizes(sizes, sink):

@@ -18,8 +18,6 @@ WIDE = AttentionProblem(torch.bfloat16, 4, 4096, 4096, 8, 8, 256, 256, False)
     ("changes", "ctas", "reason"),
     [
         ({}, 2, "at least 1024 keys, 132 tiles"),
-        ({"causal": True}, 2, "at least 4096 keys, 132 tiles"),
-        ({"window_right": True}, 2, "at least 4096 keys, 132 tiles"),
         ({"head_dim": 192, "head_dim_v": 128}, 2, "at least 1024 keys"),
         ({"heads_kv": 2}, 2, "at least 1024 keys"),
         ({"seqlen_q": 64, "batch": 8, "heads_q": 128, "seqlen_k": 1024}, 2, "at least 1024 keys"),
@@ -28,7 +26,8 @@ WIDE = AttentionProblem(torch.bfloat16, 4, 4096, 4096, 8, 8, 256, 256, False)
         ({"used_k": True}, 1, "sequences of different lengths"),
         ({"window_left": True}, 1, "a left window"),
         ({"seqlen_k": 1023}, 1, "fewer than 1024 keys"),
-        ({"causal": True, "seqlen_k": 4095}, 1, "fewer than 4096 keys"),
+        ({"causal": True}, 1, "being handed out"),
+        ({"window_right": True}, 1, "being handed out"),
         ({"batch": 1}, 1, "fewer than 132 tiles"),
         ({"seqlen_q": 4097}, 1, "half of the last tile"),
         ({"seqlen_q": 128, "batch": 64}, 1, "half of the last tile"),
@@ -41,20 +40,19 @@ def test_two_ctas_share_tiles_where_that_was_faster(changes, ctas, reason):
     assert any(reason in why and "to a tile" in why for why in plan.reasons), plan.reasons
     assert config.fits and config.cta_rows == config.tile_m // ctas == 128
     if ctas == 2:
-        assert config.skip == (config.causal or config.right) and not config.fixed_shift
+        assert not config.skip and not config.fixed_shift
 
 
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("multiprocessors", [132, 131, 114, 3, 2, 1])
-def test_workers_are_clusters_where_ctas_share_tiles(multiprocessors, causal):
+def test_workers_are_clusters_where_ctas_share_tiles(multiprocessors):
     """Sections and schedule are those of half as many CTAs that each have a tile of their own."""
-    plan = plan_forward(replace(WIDE, causal=causal), "sm_90a", multiprocessors)
+    plan = plan_forward(WIDE, "sm_90a", multiprocessors)
     clusters = max(1, multiprocessors // 2)
     assert (plan.config.cluster, plan.grid.total) == (2, 512)
     schedule = plan.schedule(multiprocessors)
-    used = clusters if causal else plan.multiprocessors_of(multiprocessors) // 2
+    used = plan.multiprocessors_of(multiprocessors) // 2
     assert schedule.step == used <= clusters and -(-512 // used) == -(-512 // clusters)
-    alone = replace(plan, config=ForwardConfig(True, 256, 256, 256, 64, causal, skip=causal))
+    alone = replace(plan, config=ForwardConfig(True, 256, 256, 256, 64, False))
     section = dispatch.choose_section(plan.problem, alone.config, plan.grid, clusters)
     assert plan.section == section
     assert schedule.imbalance() == alone.schedule(clusters).imbalance()
