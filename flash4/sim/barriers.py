@@ -78,15 +78,14 @@ class Barrier:
             join(task.clock, self._done[phase])
         self._seen[task] = task.clock.get(task.index, 0)
 
-    def look(self, phase: int) -> bool:
-        """Look whether ``phase`` is complete, by its parity; whoever looks must have seen the phase before."""
+    def look(self, phase: int):
+        """Check a look whether ``phase`` is complete, by its parity; whoever looks must have seen the phase before."""
         machine, task = self.machine, self.machine.actor
         if phase > 0 and (self.phase < phase or not knows(task.clock, self._done[phase - 1])):
             machine.report(
                 f"{task.name} looks at phase {phase} of {self.name} at {machine.place()} without having "
                 f"seen phase {phase - 1}: by its parity it may seem complete"
             )
-        return (self.phase - phase) % 2 == 1
 
     def sync(self):
         """Arrive and wait, as at a named barrier."""

@@ -130,8 +130,6 @@ class ClockedMachine(Machine):
         acting: row of what happens now.
     """
 
-    looks_spare_waits = True
-
     def __init__(self, chip, latest: float = float("inf")):
         super().__init__(seed=0)
         self.chip, self.latest, self.now = chip, latest, 0.0

@@ -138,12 +138,7 @@ class Machine:
     Args:
         seed: picks the order.
         strict: stop at the first hazard; else go on after those that leave a way to, and collect them.
-
-    Attributes:
-        looks_spare_waits: who looked and saw that a slot is full does not wait for it. It makes no difference but in time.
     """
-
-    looks_spare_waits = False
 
     def __init__(self, seed: int, strict: bool = True):
         self._strict, self.hazards = strict, []

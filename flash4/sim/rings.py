@@ -180,7 +180,7 @@ class End:
 
     def __init__(self, ring: Ring, miscount: int = 0):
         self._ring, self._uses, self._stages = ring, 0, ring.spec.stages + miscount
-        self._looked = None  # (slot, use) that was looked at last, and whether it was full
+        self._looked = None  # (slot, use) that was looked at last
 
     def _next(self) -> tuple[int, int]:
         """(slot, how often it was used before)."""
@@ -197,18 +197,18 @@ class End:
         return Slot(self._ring, index, use)
 
     def _wait(self, barrier: Barrier, index: int, use: int):
-        """Wait, unless a look has shown that this need not be; the simulator's waits have no such short cut."""
+        """Wait, also where a look has shown that this need not be, which makes no difference but in time."""
         looked, self._looked = self._looked, None
-        if looked is not None and looked[0] != (index, use):
+        if looked is not None and looked != (index, use):
             self._ring.machine.report(
                 f"{self._ring.spec.name}: {self._ring.machine.actor.name} waits for slot {index}, use {use}, but "
-                f"looked whether slot {looked[0][0]} is full for use {looked[0][1]}"
+                f"looked whether slot {looked[0]} is full for use {looked[1]}"
             )
-        if looked is None or not self._ring.machine.looks_spare_waits or not looked[1]:
-            barrier.wait(use)
+        barrier.wait(use)
 
     def _look(self, index: int, use: int):
-        self._looked = (index, use), self._ring.full[index].look(use)
+        self._looked = index, use
+        self._ring.full[index].look(use)
 
     def acquire_and_advance(self) -> Slot:
         """Producer: wait until the next slot is empty, as all are at first."""

@@ -380,7 +380,8 @@ class MmaOps:
             )
             s[(keys < begins) | (keys >= ends)] = -np.inf
         top = s.max(1)
-        if first and c.near_first and call.changed_scale <= SMALL_OUTER:
+        low = first and c.near_first and tile.again == 0
+        if low and call.changed_scale <= SMALL_OUTER:
             top = np.maximum(top, call.changed_scale - np.float32(ROOM_LOG2))
         outgrown = (top > self._limit) | np.signbit(self._limit)
         outgrown &= not phase.fixed

@@ -528,7 +528,9 @@ class MmaOps:
         """As ``softmax``, for the first block of a tile."""
         S = rows_of(s)
         self._prepare(tile, n_block, S, True, first=True)
-        floor = self.cap.floor if self.config.near_first else None
+        floor = None
+        if self.config.near_first:  # rows far below it are worked on again, without
+            floor = cutlass.select_(tile.again == 0, self.cap.floor, -Float32.inf)
         move_shifts(S, self.state, self._scales_log2, self._growth_log2(tile), floor)
         self._exponentials(S, True)
 
@@ -613,9 +615,8 @@ class MmaOps:
                 chain = chains[r][j % 4]
                 chains[r][j % 4] = p if chain is None else chain + p
                 if settle_at and r * columns + j + 1 == settle_at:
-                    numerics.settle(
-                        numerics.sum_of(chains[0]) if r == 0 else numerics.sum_of(chains[0]) + numerics.sum_of(chains[1])
-                    )
+                    so_far = [numerics.sum_of(chain) for chain in chains]
+                    numerics.settle(so_far[0] if r == 0 else so_far[0] + so_far[1])
         for r in range(2):
             # Block by block: single terms would vanish beside the total of a long row.
             state.total[r] = state.total[r] + numerics.sum_of(chains[r])

@@ -787,17 +787,3 @@ def test_the_smoke_problems_are_taken(name):
     with stand_in_gpu() as launches:
         problem.function(*problem.tensors("cpu"), return_lse=True, **problem.keywords())
     assert launches
-
-
-def test_exponentials_are_emulated_where_the_special_function_unit_is_the_limit():
-    plans = {
-        arch: plan_forward(PROBLEM, arch, WORKERS) for arch in ("sm_100a", "sm_103a", "sm_110a")
-    }
-    assert {arch: plan.config.poly for arch, plan in plans.items()} == {
-        "sm_100a": 4,
-        "sm_103a": 0,
-        "sm_110a": 4,
-    }
-    assert "4 of 16 exponentials" in str(plans["sm_100a"])
-    assert "all exponentials on the special function unit" in str(plans["sm_103a"])
-    assert not any(name == "sm100-fwd" for plan in plans.values() for name, _ in plan.rejected)

@@ -7,7 +7,10 @@ the others. What a whole part adds to the exponent is exact, so that [0, 1) stan
 import time
 
 import numpy as np
+import torch
 
+from flash4.dispatch import plan_forward
+from flash4.problem import AttentionProblem
 from flash4.sim.sm90_fwd import round_to_16_bit
 from flash4.sim.sm100_fwd import exp2_on_fma
 
@@ -70,3 +73,16 @@ if __name__ == "__main__":
         f"{count} numbers: relative error {error:.3g}, {same:.3%} the same in bfloat16, others {away} unit away;",
         f"{time.perf_counter() - start:.0f} s",
     )
+
+
+def test_exponentials_are_emulated_where_the_special_function_unit_is_the_limit():
+    problem = AttentionProblem(torch.bfloat16, 2, 4096, 4096, 8, 8, 128, 128)
+    plans = {arch: plan_forward(problem, arch, 132) for arch in ("sm_100a", "sm_103a", "sm_110a")}
+    assert {arch: plan.config.poly for arch, plan in plans.items()} == {
+        "sm_100a": 4,
+        "sm_103a": 0,
+        "sm_110a": 4,
+    }
+    assert "4 of 16 exponentials" in str(plans["sm_100a"])
+    assert "all exponentials on the special function unit" in str(plans["sm_103a"])
+    assert not any(name == "sm100-fwd" for plan in plans.values() for name, _ in plan.rejected)

@@ -1,10 +1,7 @@
 """Ends of rings that look ahead, and that find their slot beside another ring's, on the simulator's machine."""
 
-import numpy as np
 import pytest
 
-from flash4.sim.chips import H200
-from flash4.sim.clock import ClockedMachine, Work
 from flash4.sim.explore import explore
 from flash4.sim.machine import Hazard, Machine
 from flash4.sim.rings import End, Ring
@@ -104,33 +101,3 @@ MISTAKES = {
 def test_mistakes_are_reported_in_every_order(consumer, seed):
     with pytest.raises(Hazard, match=MISTAKES[consumer]):
         machine_with(consumer, Machine(seed)).run()
-
-
-def test_a_slot_that_was_seen_to_be_full_is_not_waited_for():
-    """The clock: a wait takes the poll of a barrier, one that a look has spared takes nothing."""
-
-    def slow(looks):
-        def role(machine, end):
-            for i in range(10):
-                end.wait_and_advance().release()
-                machine.spend(Work("work", 5_000, {}))
-                if looks and i < 9:
-                    end.look_ahead()
-
-        return role
-
-    def fill(machine, end):
-        for _ in range(10):
-            slot = end.acquire_and_advance()
-            slot.fill(np.zeros((1, 1), np.float32), 4)
-            slot.commit()
-
-    def cycles(looks):
-        machine = ClockedMachine(H200)
-        ring = Ring(machine, Spec(), 1)
-        machine.spawn("load", fill, machine, End(ring))
-        machine.spawn("mma", slow(looks), machine, End(ring))
-        machine.run()
-        return machine.now
-
-    assert cycles(False) - cycles(True) == pytest.approx(9 * H200.poll)
