@@ -127,7 +127,7 @@ class BackwardPlan:
         arch: target architecture.
         config: its compile-time configuration.
         prepare: configuration of the kernel before it.
-        finish: configuration of the kernel after it.
+        finish: configuration of the kernel after it; None if there is none.
         grid: extent of the work in tiles of keys.
         section: heads whose tiles run together; of sequences of different lengths, tiles.
         reasons: why this kernel and this configuration.
@@ -152,7 +152,7 @@ class BackwardPlan:
     def kernels(self) -> tuple[tuple[str, object, str], ...]:
         """(kernel, config, architecture) of what is launched, in order."""
         named = ((PREPARE, self.prepare), (self.kernel, self.config), (FINISH, self.finish))
-        return tuple((kernel, config, self.arch) for kernel, config in named)
+        return tuple((kernel, config, self.arch) for kernel, config in named if config is not None)
 
     @property
     def query_blocks(self) -> int:
@@ -168,7 +168,7 @@ class BackwardPlan:
         Of packed queries at most so much.
         """
         c, blocks = self.config, self.problem.heads_q * self.query_blocks
-        return 4 * blocks * (c.tile_m * (c.tile_d + 2) + 2 * c.ordered)
+        return 4 * blocks * (c.tile_m * (c.tile_d + 2) + 2 * c.turns)
 
     def __str__(self):
         lines = [
@@ -308,7 +308,7 @@ def plan_backward(
         reasons=reasons,
         rejected=tuple(rejected),
     )
-    steps = plan.query_blocks * problem.heads_q
+    steps = plan.query_blocks * problem.heads_q * (1 + config.converts)  # in two parts
     if max((plan.grid.total + plan.grid.n_blocks) * config.ctas, steps) > MAX_TILES:
         raise NotImplementedError(
             f"{plan.grid.total} tiles of keys, {steps} of queries; supported are {MAX_TILES}: split the batch"

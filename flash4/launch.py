@@ -255,6 +255,9 @@ def _scratch_like(lse):
     return _scratch[device].as_strided(lse.shape, lse.stride())
 
 
+_OPTIONAL_OF_BACKWARD = {"alibi_slopes", ops.TURNS, "next_tile", "dq_out"}
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class PreparedBackward:
     """All that the gradients of a call need but tensors.
@@ -263,12 +266,13 @@ class PreparedBackward:
         device: index of the device.
         empty: allocator.
         scale: of scores.
-        kernels: (prepare, main, finish).
+        kernels: (prepare, main, finish); the last may be None.
         numbers: what the main kernel takes besides tensors.
         section: heads per section of the tile schedule.
         strides: of q, k, v, out, lse and the gradient of out, where nothing has to be copied.
         gradients: outputs.
-        workspace: two statistics of each query, sums of dQ, and turns if blocks are added in order.
+        workspace: two statistics of each query, sums of dQ, and counters.
+        counters: their names.
         optional: names of what the main kernel takes beyond that, in its order.
     """
 
@@ -281,6 +285,7 @@ class PreparedBackward:
     strides: tuple
     gradients: tuple[Shape, ...]
     workspace: tuple[Shape, ...]
+    counters: tuple[str, ...]
     optional: tuple[str, ...]
 
     @classmethod
@@ -291,25 +296,26 @@ class PreparedBackward:
         gradients = ops.empty_gradients(q, k, v)
         if launch is None or any(ops.addressable_out(x) is not x for x in gradients):
             return False
-        if not {*launch.config.optional_tensors} <= {"alibi_slopes", ops.TURNS}:
+        if not {*launch.config.optional_tensors} <= _OPTIONAL_OF_BACKWARD:
             return False
         config, rows = launch.config, (q.shape[0], q.shape[2], launch.query_blocks)
+        counters = ops.counter_shapes(config, rows)
         shapes = [(*rows[:2], rows[2] * config.tile_m)] * 2
         shapes.append((*rows, config.tile_m * config.tile_d))
         workspace = [Shape.of(torch.empty(s, dtype=torch.float32, device="meta")) for s in shapes]
-        if config.ordered:
-            turns = torch.empty((*rows, 2), dtype=torch.int32, device="meta")
-            workspace.append(Shape.of(turns))
+        for shape in counters.values():
+            workspace.append(Shape.of(torch.empty(shape, dtype=torch.int32, device="meta")))
         return cls(
             device=q.device.index,
             empty=allocator(q.device.type),
             scale=options.softmax_scale,
             kernels=(launch.prepare, launch.main, launch.finish),
-            numbers=ops._backward_numbers(config.numbers, options),
+            numbers=ops._backward_numbers(config.numbers, options, launch.workers),
             section=launch.section,
             strides=tuple(x.stride() for x in (q, k, v, out, lse, out)),
             gradients=tuple(map(Shape.of, gradients)),
             workspace=tuple(workspace),
+            counters=tuple(counters),
             optional=tuple(config.optional_tensors),
         )
 
@@ -336,12 +342,14 @@ class PreparedBackward:
         q, k, v, out, lse, slopes = saved
         empty = self.empty
         dq, dk, dv = (empty(x.shape, x.strides, x.dtype) for x in self.gradients)
-        lse2, delta, sums, *turns = (empty(x.shape, x.strides, x.dtype) for x in self.workspace)
+        lse2, delta, sums, *counters = (empty(x.shape, x.strides, x.dtype) for x in self.workspace)
         prepare, main, finish = self.kernels
-        prepare((out, dout, lse, lse2, delta, sums, *turns))
-        optional = [turns[0] if name == ops.TURNS else slopes for name in self.optional]
+        prepare((out, dout, lse, lse2, delta, sums, *counters))
+        made = {"alibi_slopes": slopes, "dq_out": dq, **dict(zip(self.counters, counters))}
+        optional = [made[name] for name in self.optional]
         main((q, k, v, dout, lse2, delta, sums, dk, dv, *optional), self.numbers, self.section)
-        finish((sums, dq), self.scale)
+        if finish is not None:
+            finish((sums, dq), self.scale)
         return dq, dk, dv
 
 

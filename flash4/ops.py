@@ -346,10 +346,11 @@ class BackwardLaunch:
     Attributes:
         prepare: compiled kernel before the main one.
         main: compiled kernel.
-        finish: compiled kernel after it.
+        finish: compiled kernel after it, or None.
         config: of the main kernel.
         section: heads per section of the tile schedule.
         query_blocks: blocks of queries of each head, of a batch entry or of packed queries.
+        workers: multiprocessors.
     """
 
     prepare: object
@@ -358,6 +359,7 @@ class BackwardLaunch:
     config: object
     section: int
     query_blocks: int
+    workers: int
 
 
 _backward_launches: dict[tuple, BackwardLaunch | None] = {}
@@ -373,15 +375,21 @@ def _backward_launch_for(q, k, v, options: CallOptions, dlse: bool) -> BackwardL
     problem = AttentionProblem.of_call(q, k, v, options)
     launch = None
     if not problem.is_empty:
-        plan = plan_backward(problem, *device_facts(q.device.index), dlse)
+        facts = device_facts(q.device.index)
+        plan = plan_backward(problem, *facts, dlse)
         with torch.cuda.device(q.device):
-            functions = [kernel_for(*kernel) for kernel in plan.kernels]
-        blocks = query_blocks(q, plan.config.tile_m, options)
-        launch = BackwardLaunch(*functions, plan.config, plan.section, blocks)
+            launch = launch_of(plan, query_blocks(q, plan.config.tile_m, options), facts[1])
     if len(_backward_launches) >= MAX_LAUNCHES:
         _backward_launches.clear()
     _backward_launches[key] = launch
     return launch
+
+
+def launch_of(plan: BackwardPlan, blocks: int, workers: int) -> BackwardLaunch:
+    """Compiled kernels of a plan; ``blocks`` as of ``query_blocks``, ``workers`` the GPU's multiprocessors."""
+    prepare, main, *finish = (kernel_for(*kernel) for kernel in plan.kernels)
+    finish = finish[0] if finish else None
+    return BackwardLaunch(prepare, main, finish, plan.config, plan.section, blocks, workers)
 
 
 def query_blocks(q, tile: int, options: CallOptions) -> int:
@@ -407,37 +415,55 @@ def run_backward(dout, dlse, inputs, out, lse, options: CallOptions):
         options: of the call.
     """
     launch = _backward_launch_for(*inputs, options, dlse is not None)
-    gradients, sink = empty_gradients(*inputs), options.sink
     if launch is None:
+        gradients = empty_gradients(*inputs)
         for gradient in gradients:
             gradient.zero_()
-        return *gradients, _gradient_without_keys(dlse, lse, sink)
+        return *gradients, _gradient_without_keys(dlse, lse, options.sink)
+    return launch_backward(launch, dout, dlse, inputs, out, lse, options)
+
+
+def launch_backward(launch: BackwardLaunch, dout, dlse, inputs, out, lse, options: CallOptions):
+    """Run the kernels; see ``run_backward``."""
+    gradients, sink = empty_gradients(*inputs), options.sink
     dq, dk, dv = (addressable_out(as_batch(gradient)) for gradient in gradients)
     q, k, v, out, dout = (addressable(as_batch(x)) for x in (*inputs, out, dout))
+    obstacle = launch.config.lengths_obstacle(q.shape[1], k.shape[1])
+    if obstacle is not None:
+        raise ValueError(obstacle)
     config, rows = launch.config, (q.shape[0], q.shape[2], launch.query_blocks)
     q, dout = (whole_rows(x) if config.ragged_q else x for x in (q, dout))
     k, v = (whole_rows(x) if config.ragged_k else x for x in (k, v))
     statistics = q.new_empty((2, *rows[:2], rows[2] * config.tile_m), dtype=torch.float32)
     sums = q.new_empty((*rows, config.tile_m * config.tile_d), dtype=torch.float32)
-    turns = q.new_empty((*rows, 2), dtype=torch.int32) if config.ordered else None
-    batch = options.batch(inputs[0])
+    shapes = counter_shapes(config, rows)
+    counters = {name: q.new_empty(shape, dtype=torch.int32) for name, shape in shapes.items()}
+    batch, made = options.batch(inputs[0]), counters | {"dq_out": dq}
     optional = {
-        name: turns if name == TURNS else _optional_tensor(name, options, batch)
+        name: made[name] if name in made else _optional_tensor(name, options, batch)
         for name in config.optional_tensors
     }
     lengths = [optional[name] for name in LENGTHS_OF_QUERIES if name in optional]
     prepared = (out, dout, as_batch(lse, 3).contiguous(), *statistics, sums, *lengths)
-    prepared += (turns,) if config.ordered else ()
+    prepared += tuple(counters.values())
     prepared += () if dlse is None else (as_batch(dlse, 3),)
     tensors = (q, k, v, dout, *statistics, sums, dk, dv, *optional.values())
     with torch.cuda.device(q.device):
         launch.prepare(prepared)
-        launch.main(tensors, _backward_numbers(config.numbers, options), launch.section)
-        launch.finish((sums, dq, *lengths), options.softmax_scale)
+        numbers = _backward_numbers(config.numbers, options, launch.workers)
+        launch.main(tensors, numbers, launch.section)
+        if launch.finish is not None:
+            launch.finish((sums, dq, *lengths), options.softmax_scale)
     if sink is None:
         return *gradients, lse.new_empty(0)
     delta = statistics_of_rows(statistics[1], lse, options.cu_seqlens_q, config.tile_m)
     return *gradients, _gradient_of_sink(delta, as_batch(lse, 3), sink)
+
+
+def counter_shapes(config, rows) -> dict[str, tuple[int, ...]]:
+    """Counters of a backward, int32, that the first kernel sets to zero; ``rows`` are (batch, heads, blocks of queries)."""
+    given = {TURNS: (config.turns, (*rows, 2)), "next_tile": (config.handed_out, (1,))}
+    return {name: shape for name, (present, shape) in given.items() if present}
 
 
 def as_batch(x, ndim: int = 4):
@@ -457,7 +483,7 @@ def statistics_of_rows(statistic, lse, cu_seqlens, tile: int):
     return statistic[:, :, (first // tile + sequence) * tile + row - first]
 
 
-def _backward_numbers(names: tuple[str, ...], options: CallOptions) -> tuple:
+def _backward_numbers(names: tuple[str, ...], options: CallOptions, workers: int) -> tuple:
     """Values of the numbers that a backward kernel takes; the scale keeps its sign."""
     scale, cap = options.softmax_scale, options.softcap
     values = {
@@ -466,6 +492,7 @@ def _backward_numbers(names: tuple[str, ...], options: CallOptions) -> tuple:
         "cap_scale": scale / cap if cap else None,
         "left": options.window_left,
         "right": options.window_right,
+        "workers": workers,
     }
     return tuple(values[name] for name in names)
 

@@ -85,6 +85,8 @@ class KvPlace:
 class KvSteps:
     """What verbs of any role ask of the steps of a tile; a schedule has ``blocks``, ``grid`` and ``lengths``."""
 
+    backwards = False  # a tile visits its blocks from the last to the first; static
+
     def is_seen(self, tile):
         """Whether the tile has a key that exists, and its sequence a query; one that has not masks all of its steps."""
         return True
@@ -92,8 +94,10 @@ class KvSteps:
     def place(self, tile, i):
         """(block of queries, query head) of step ``i``: the heads of a block one after the other.
 
-        So the masked blocks of all heads come first.
+        So the masked blocks of all heads come first, or last.
         """
+        if self.backwards:
+            i = tile.steps - 1 - i
         block = i // self.grid.ratio
         head = tile.head_kv * self.grid.ratio + i - block * self.grid.ratio
         return tile.first_block + block, head
@@ -108,11 +112,16 @@ class KvSteps:
         return choose(self.is_seen(tile), rank, -1)
 
     def phases(self, tile) -> tuple[Phase, ...]:
-        """Steps with a mask, those without, and, with a window that limits the left side, again those with a mask."""
+        """Steps with a mask, those without, and, with a window that limits the left side, again those with a mask.
+
+        Backwards those without come first.
+        """
         unmasked = self.blocks.unmasked(tile.n_block, *self.lengths(tile))
         begin, end = (
             choose(self.is_seen(tile), block * self.grid.ratio, tile.steps) for block in unmasked
         )
+        if self.backwards:
+            return Phase(0, tile.steps - begin, False), Phase(tile.steps - begin, tile.steps, True)
         found = (Phase(0, begin, True), Phase(begin, end, False))
         return (*found, Phase(end, tile.steps, True)) if self.blocks.ends_early else found
 
@@ -132,6 +141,7 @@ class KvTileSchedule(KvSteps):
         step: number of CTAs.
         seqlen_q: queries per sequence.
         seqlen_k: keys per sequence.
+        backwards: a tile visits its blocks from the last to the first; static.
     """
 
     blocks: QueryBlocks
@@ -141,6 +151,7 @@ class KvTileSchedule(KvSteps):
     step: object
     seqlen_q: object
     seqlen_k: object
+    backwards: bool = False
 
     def first(self):
         """Return the CTA's first tile."""

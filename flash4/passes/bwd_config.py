@@ -17,7 +17,10 @@ class PrepareConfig:
         tile_d: head dim of dQ, padded.
         tile_dv: head dim of out, padded.
         dlse: the LSE has a gradient.
-        ordered: turns of tiles that add to dQ are counted, from zero.
+        turns: those of tiles that add to dQ are counted, from zero.
+        handed_out: so are tiles that CTAs take.
+        zeroes: the sums of dQ have to start from zero.
+        chained: the next kernel may be launched before this one has ended; it waits where it must.
         cu_q: queries are packed, as in ``sm90.bwd_config.BackwardConfig``.
         used_q: queries in use are counted.
     """
@@ -27,7 +30,10 @@ class PrepareConfig:
     tile_d: int
     tile_dv: int
     dlse: bool
-    ordered: bool = False
+    turns: bool = False
+    handed_out: bool = False
+    zeroes: bool = True
+    chained: bool = False
     cu_q: bool = False
     used_q: bool = False
 
@@ -40,6 +46,7 @@ class FinishConfig:
     tile_m: int
     tile_d: int
     swap_dq: bool
+    chained: bool = False
     cu_q: bool = False
     used_q: bool = False
 
@@ -49,12 +56,15 @@ class FinishConfig:
         return self.tile_m == 128 and not self.swap_dq
 
 
-def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig]:
-    """The kernels around a backward kernel of this config."""
+def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig | None]:
+    """The kernels around a backward kernel of this config; none after one that makes dQ itself."""
     lengths = (config.cu_q, config.used_q)
     prepare = PrepareConfig(
-        config.bf16, config.tile_m, config.tile_d, config.tile_dv, dlse, config.ordered, *lengths
-    )
+        config.bf16, config.tile_m, config.tile_d, config.tile_dv, dlse, config.turns,
+        config.handed_out, not config.first_stores, config.chained, *lengths,
+    )  # fmt: skip
+    if config.converts:
+        return prepare, None
     return prepare, FinishConfig(
-        config.bf16, config.tile_m, config.tile_d, config.swap_dq, *lengths
+        config.bf16, config.tile_m, config.tile_d, config.swap_dq, config.chained, *lengths
     )

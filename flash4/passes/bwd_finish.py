@@ -60,6 +60,7 @@ class FinishBackward:
             grid=(sums.shape[2] * sums.shape[1] * sums.shape[0], 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
+            use_pdl=self.config.chained,
         )
 
     @cute.kernel
@@ -78,6 +79,8 @@ class FinishBackward:
         groups = c.tile_m * c.tile_d // (GROUP_NUMBERS * THREADS)
         values = cute.make_rmem_tensor((GROUP_NUMBERS, groups), Float32)
         part_floats = GROUP_NUMBERS * PART_THREADS * groups
+        if cutlass.const_expr(c.chained):
+            cute.arch.griddepcontrol_wait()
         source = sums[batch, head, block, None].iterator + (
             part * part_floats + mine * GROUP_NUMBERS
         )

@@ -3,6 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32
+from cutlass.memory import SmemAllocator
 
 from flash4.common.kv_sequences import Side
 from flash4.common.numerics import LOG2E
@@ -54,7 +55,7 @@ class PrepareBackward:
             rows(), rows(), statistic(seqlen, 1), statistic(padded, 1), statistic(padded, 1), sums,
             *fake_lengths(c),
         )  # fmt: skip
-        if c.ordered:
+        if c.turns:
             tensors += (
                 fake(
                     Int32,
@@ -63,6 +64,8 @@ class PrepareBackward:
                     assumed_align=4,
                 ),
             )
+        if c.handed_out:
+            tensors += (fake(Int32, (1,), stride=(1,), assumed_align=4),)
         if c.dlse:
             tensors += (statistic(seqlen, sym()),)
         return (tensors, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True))
@@ -70,7 +73,7 @@ class PrepareBackward:
     @cute.jit
     def __call__(
         self,
-        tensors,  # out, dout (B, S, H, Dv), lse (B, H, S); lse2, delta (B, H, padded S), dq (B, H, blocks, ..); cu_q, used_q, turns, dlse
+        tensors,  # out, dout (B, S, H, Dv), lse (B, H, S); lse2, delta (B, H, padded S), dq (B, H, blocks, ..); cu_q, used_q, turns, next_tile, dlse
         stream,
     ):
         """Launch."""
@@ -90,55 +93,70 @@ class PrepareBackward:
         out, dout, lse, lse2, delta, sums, *optional = tensors
         thread, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()
+        if cutlass.const_expr(c.chained):
+            cute.arch.griddepcontrol_launch_dependents()
         block, head, batch = place_of(index, blocks)
         mine = rows_of(side, thread, (block, batch), out, c.tile_m)
         passes = cute.ceil_div(c.tile_m, self.rows)
         lane, first = thread % self.lanes, thread // self.lanes
+        sD = SmemAllocator().allocate_tensor(Float32, cute.make_layout(passes * self.rows))
         outs = cute.make_rmem_tensor((VECTOR, passes), self.dtype)
         douts = cute.make_rmem_tensor((VECTOR, passes), self.dtype)
-        outs.fill(0.0)
-        douts.fill(0.0)
+        # Every thread loads, so that no branch keeps loads apart: at the edges what is not asked for.
+        exists = lane * VECTOR < out.shape[3]
+        vector = cutlass.select_(exists, lane, 0)
         for i in cutlass.range_constexpr(passes):
-            row = i * self.rows + first
-            if (row < mine.used) & (lane * VECTOR < out.shape[3]):
-                place = (mine.entry, mine.begin + row, head, None)
-                load_vector(out[place], lane, outs[None, i])
-                load_vector(dout[place], lane, douts[None, i])
-        zeros = cute.make_rmem_tensor(FLOATS, Float32)
-        zeros.fill(0.0)
-        target = sums[batch, head, block, None].iterator + thread * FLOATS
-        for i in cutlass.range_constexpr(c.tile_m * c.tile_d // (FLOATS * THREADS)):
-            at = (target + i * FLOATS * THREADS).align(16)
-            cute.autovec_copy(zeros, cute.make_tensor(at, cute.make_layout(FLOATS)))
-        if cutlass.const_expr(c.ordered):
+            place = (mine.entry, row_in(out, mine.begin + i * self.rows + first), head, None)
+            load_vector(out[place], vector, outs[None, i])
+            load_vector(dout[place], vector, douts[None, i])
+        stored = (mine.entry, head, row_in(out, mine.begin + thread))  # whose statistics it stores
+        row_lse, row_dlse = lse[stored], Float32(0.0)
+        if cutlass.const_expr(c.dlse):
+            row_dlse = optional[-1][stored]
+        if cutlass.const_expr(c.zeroes):
+            zeros = cute.make_rmem_tensor(FLOATS, Float32)
+            zeros.fill(0.0)
+            target = sums[batch, head, block, None].iterator + thread * FLOATS
+            for i in cutlass.range_constexpr(c.tile_m * c.tile_d // (FLOATS * THREADS)):
+                at = (target + i * FLOATS * THREADS).align(16)
+                cute.autovec_copy(zeros, cute.make_tensor(at, cute.make_layout(FLOATS)))
+        if cutlass.const_expr(c.turns):
             if thread < TURNS:
                 optional[0][batch, head, block, thread] = 0
+        if cutlass.const_expr(c.handed_out):
+            next_tile = optional[int(c.turns)]
+            if (index == 0) & (thread == 0):
+                next_tile[0] = 0
         for i in cutlass.range_constexpr(passes):
             products = outs[None, i].load().to(Float32) * douts[None, i].load().to(Float32)
             total = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            total = Float32(cutlass.select_(exists, total, Float32(0.0)))
             total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
-            row = i * self.rows + first
-            if (lane == 0) & (row < c.tile_m):
-                # What is +inf makes P = 0: rows behind the last, and rows that see no key.
-                row_lse, row_delta = Float32.inf, Float32(0.0)
-                if row < mine.used:
-                    stored = (mine.entry, head, mine.begin + row)
-                    row_lse = lse[stored] * LOG2E
-                    row_delta = total
-                    if cutlass.const_expr(c.dlse):
-                        row_delta = total - optional[-1][stored]
-                    if row_lse == -Float32.inf:
-                        row_lse, row_delta = Float32.inf, Float32(0.0)
-                lse2[batch, head, block * c.tile_m + row] = row_lse
-                delta[batch, head, block * c.tile_m + row] = row_delta
+            if lane == 0:
+                sD[i * self.rows + first] = total
+        cute.arch.sync_threads()
+        # What is +inf makes P = 0: rows behind the last, and rows that see no key.
+        seen = (thread < mine.used) & (row_lse != -Float32.inf)
+        slot = block * c.tile_m + thread
+        if thread < c.tile_m:
+            lse2[batch, head, slot] = cutlass.select_(seen, row_lse * LOG2E, Float32.inf)
+            delta[batch, head, slot] = cutlass.select_(seen, sD[thread] - row_dlse, Float32(0.0))
 
 
 def place_of(index, blocks):
-    """(block, head, batch) of a CTA; ``blocks`` are the numbers of blocks and of heads."""
+    """(block, head, batch) of a CTA; ``blocks`` are the numbers of blocks and of heads.
+
+    Heads first: those of one query are neighbours in memory.
+    """
     count, heads = blocks
-    rest = index // count
-    batch = rest // heads
-    return index - rest * count, rest - batch * heads, batch
+    rest = index // heads
+    batch = rest // count
+    return rest - batch * count, index - rest * heads, batch
+
+
+def row_in(x, row):
+    """A row, or the nearest that x (B, S, H, D) has."""
+    return cutlass.max(cutlass.min(row, x.shape[1] - 1), 0)
 
 
 def load_vector(row, lane, values):

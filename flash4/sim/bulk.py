@@ -56,6 +56,11 @@ class Accumulator:
         """The sum so far, without an access."""
         return self.region.peek()
 
+    def put(self, array: np.ndarray, label: str):
+        """What the sum starts from lands."""
+        self.region.poke(array)
+        self.order.append(label)
+
     def add(self, array: np.ndarray, label: str):
         """An addition lands."""
         self.region.poke(self.region.peek() + array)

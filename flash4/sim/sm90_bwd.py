@@ -3,13 +3,15 @@
 The kernels before and after it are plain formulas here: they have no schedule.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from flash4.common.dq_blocks import DqBlocks
 from flash4.common.dsl import plain
 from flash4.common.geometry import ceil_div
 from flash4.common.graph import WARP, WARPGROUP
+from flash4.common.kv_handout import GivenKvTiles, ToldKvTiles
 from flash4.common.kv_sequences import Side
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.numerics import LOG2E
@@ -23,15 +25,19 @@ from flash4.sim.bwd_sequences import (
     to_rows,
     to_slots,
 )
+from flash4.sim.handout import shared_out
+from flash4.sim.kv_handout import HostKvSlots
 from flash4.sim.limits import check_graph
 from flash4.sim.machine import Machine
 from flash4.sim.memory import Fragment, Region, Space
 from flash4.sim.rings import End, MmaQueue, Ring
 from flash4.sim.sm90_fwd import matmul, round_to_16_bit
 from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, TILE_N, BackwardConfig
+from flash4.sm90.bwd_late_roles import LateRoles
 from flash4.sm90.bwd_ops import (
     BARRIER_DQ_EMPTY,
     BARRIER_DQ_FULL,
+    BARRIER_DS_EMPTY,
     BARRIER_EXCHANGE,
     BARRIER_STORE,
     BOX_THREADS,
@@ -59,9 +65,10 @@ class Call:
         dk: result.
         dv: result.
         options: of the call.
-        tiles: schedule of one CTA.
+        tiles: schedule of one CTA, or of one role where tiles are handed out.
         sums: (batch entry, head, block, warpgroup) -> what the machine's CTAs add to dQ there.
-        turns: the same -> count of tiles that have added, if their order is fixed.
+        turns: the same -> count of tiles that have added, if somebody waits for them.
+        dq: result of the ``convert`` role, (batch entry, head, queries of all blocks, padded head dim).
     """
 
     config: BackwardConfig
@@ -77,6 +84,22 @@ class Call:
     tiles: object
     sums: dict[tuple, Accumulator]
     turns: dict[tuple, Semaphore]
+    dq: np.ndarray
+
+    def turn(self, machine: Machine, key) -> Semaphore:
+        """The count of a key."""
+        if key not in self.turns:
+            self.turns[key] = Semaphore(machine, f"turns of dQ{key}")
+        return self.turns[key]
+
+    def place(self, key) -> tuple:
+        """Where a key's sums lie in dQ."""
+        c, (batch, head, block, part) = self.config, key
+        queries, columns = c.dq_shape
+        row, column = block * c.tile_m, part * columns
+        if c.splits_queries:
+            row, column = row + part * queries, 0
+        return batch, head, slice(row, row + queries), slice(column, column + columns)
 
 
 class LoadOps:
@@ -133,14 +156,44 @@ class LoadOps:
 
 
 class Exchange:
-    """Where both MMA warpgroups meet."""
+    """Where both MMA warpgroups meet, or tell each other how far they are with the dS of a number.
 
-    def __init__(self, barrier: NamedBarrier):
-        self._barrier = barrier
+    Args:
+        meeting: of both.
+        empty: barriers by warpgroup that writes dS and stage; None where they always meet.
+        group: whose end this is.
+    """
+
+    def __init__(self, meeting: NamedBarrier, empty, group: int):
+        self._meeting, self._empty, self._group = meeting, empty, group
 
     def sync(self):
         """Wait for the other warpgroup."""
-        self._barrier.sync()
+        self._meeting.sync()
+
+    def open(self):
+        """Say that the stage of the other's first dS is empty."""
+        self.release(1)
+
+    def acquire(self, number):
+        """Wait until the other has read the dS that the stage of ``number`` held."""
+        self._empty[self._group][number % STAGES].sync()
+
+    def release(self, number):
+        """Say that this warpgroup has read the other's dS."""
+        barrier = self._empty[1 - self._group][number % STAGES]
+        barrier.arrive()
+        barrier.machine.give_way()
+
+
+def _ds_barriers(machine: Machine):
+    """Barriers of dS by warpgroup that writes it and stage."""
+
+    def barrier(group, stage):
+        number, name = BARRIER_DS_EMPTY + STAGES * group + stage, f"ds[{group}][{stage}] empty"
+        return NamedBarrier(machine, number, name, EXCHANGE_THREADS, WARPGROUP)
+
+    return [[barrier(group, stage) for stage in range(STAGES)] for group in GROUPS]
 
 
 @dataclass(frozen=True)
@@ -200,19 +253,39 @@ class Inbox:
 class ReduceOps:
     """Verbs of the ``reduce`` role, for one MMA warpgroup's part of dQ."""
 
-    def __init__(self, machine: Machine, call: Call, box: Box, group: int):
+    def __init__(self, machine: Machine, call: Call, box: Box, regions, group: int):
         self._machine, self._call, self._box, self._group = machine, call, box, group
-        self._bulk = BulkGroups(machine)
+        self._regions, self._bulk = regions, BulkGroups(machine)
+
+    @property
+    def handed_out(self) -> bool:
+        """Whether dK and dV leave through the box."""
+        return self._call.config.handed_out
+
+    def store_dk(self, tile):
+        """Start the store of dK."""
+        self._store("dk", self._call.dk, tile)
+
+    def store_dv(self, tile):
+        """Start the store of dV."""
+        self._store("dv", self._call.dv, tile)
+
+    def _store(self, name, result, tile):
+        first = tile.n_block * TILE_N + self._group * MMA_ROWS
+        target = result[tile.batch, first : first + MMA_ROWS, tile.head_kv]
+
+        def put(array):
+            target[:] = array[: target.shape[0], : target.shape[1]]
+
+        self._bulk.store(self._regions[name, self._group], put)
+        self._bulk.commit_group()
 
     def _key(self, tile, i):
         (block, head), where = self._call.tiles.place(tile, i), self._call.tiles.where(tile)
         return where.entry_q, head, where.slot_q + block, self._group
 
-    def _turn(self, key) -> Semaphore:
-        turns = self._call.turns
-        if key not in turns:
-            turns[key] = Semaphore(self._machine, f"turns of dQ{key}")
-        return turns[key]
+    def _turn(self, tile, i) -> Semaphore:
+        return self._call.turn(self._machine, self._key(tile, i))
 
     def _rank(self, tile, i):
         """How many additions come before this one; negative for one that is not asked."""
@@ -220,17 +293,28 @@ class ReduceOps:
 
     def wait_turn(self, tile, i):
         """Wait until all tiles whose turn comes first have added theirs."""
-        rank = self._rank(tile, i)
-        if self._call.config.ordered and rank >= 0:
-            self._turn(self._key(tile, i)).wait(rank)
+        config, rank = self._call.config, self._rank(tile, i)
+        if (config.ordered or config.first_stores) and rank >= 0:
+            self._turn(tile, i).wait(rank if config.ordered else min(rank, 1))
 
     def pass_turn(self, tile, i):
-        """Wait until the addition is done, and let the next tile go."""
-        if not self._call.config.ordered:
-            return
-        self._bulk.wait_group(0)
-        if self._rank(tile, i) >= 0:
-            self._turn(self._key(tile, i)).add()
+        """Wait until the addition is done, and let the next tile go; see the verb of ``bwd_ops``."""
+        config, rank = self._call.config, self._rank(tile, i)
+        if config.ordered or (config.turns and rank == 0):
+            self._count(tile, i, 0, rank >= 0)
+        elif config.converts and i > 0:
+            self._count(tile, i - 1, 1)
+
+    def pass_last_turn(self, tile):
+        """Count the last addition of a tile, where that is not done yet."""
+        config = self._call.config
+        if config.converts and not config.ordered and tile.n_block > 0:
+            self._count(tile, tile.steps - 1, 0)
+
+    def _count(self, tile, i, pending, counts=True):
+        self._bulk.wait_group(pending)
+        if counts:
+            self._turn(tile, i).add()
 
     def add_dq(self, tile, i):
         """Accumulator += box, for the queries of step ``i``."""
@@ -243,7 +327,13 @@ class ReduceOps:
             ordered = call.config.ordered and not (call.config.left or call.config.varlen)
             shape = call.config.dq_shape
             call.sums[key] = Accumulator(self._machine, f"dQ{key}", shape, ordered)
-        self._bulk.reduce_add(self._box.region, call.sums[key], self._name(tile))
+            if call.config.first_stores:
+                call.sums[key].region.poke(np.full(shape, np.nan, np.float32))
+        total, label = call.sums[key], self._name(tile)
+        if call.config.first_stores and tile.n_block == 0:
+            self._bulk.store(self._box.region, lambda array: total.put(array, label), total.region)
+        else:
+            self._bulk.reduce_add(self._box.region, total, label)
         self._bulk.commit_group()
 
     def _name(self, tile) -> str:
@@ -259,6 +349,35 @@ class ReduceOps:
         self._bulk.wait_group(0)
 
 
+class ConvertOps:
+    """Verbs of the ``convert`` role."""
+
+    def __init__(self, machine: Machine, call: Call):
+        self._machine, self._call = machine, call
+
+    def wait_sums(self, block):
+        """Wait until all tiles that visit a block have added theirs."""
+        self._call.turn(self._machine, self._key(block)).wait(block.visitors)
+
+    def load_sums(self, block, slot):
+        """Fill a slot with the sums."""
+        call, key = self._call, self._key(block)
+        queries, columns = call.config.dq_shape
+        sums = np.zeros((queries, columns), np.float32)
+        if key in call.sums:  # else nobody visits it
+            sums = call.sums[key].region.read()
+        slot.fill(sums.copy(), 4 * sums.size)
+
+    def convert(self, block, slot):
+        """Slot -> dQ."""
+        call = self._call
+        values = slot.region.read() * np.float32(call.options.softmax_scale)
+        call.dq[call.place(self._key(block))] = round_to_16_bit(values, call.config.bf16)
+
+    def _key(self, block):
+        return block.batch, block.head, block.block, block.part
+
+
 class MmaOps:
     """Verbs of the ``mma`` role, for one warpgroup."""
 
@@ -272,6 +391,11 @@ class MmaOps:
 
     def _fragment(self, name, columns, rows=MMA_ROWS, fill=np.nan):
         return Fragment(self._machine, f"{name} of {self._name}", (rows, columns), fill)
+
+    @property
+    def handed_out(self) -> bool:
+        """Whether dK and dV leave through the box, while the next tile begins."""
+        return self._config.handed_out
 
     def phases(self, tile):
         """Steps with a mask, then those without."""
@@ -299,7 +423,15 @@ class MmaOps:
         self._queue.issue(acc, product, operands, False, name)
         return acc
 
-    def softmax(self, tile, i, s, q_slot, phase):
+    def lse(self, q_slot):
+        """The LSE, if it is read while S is multiplied."""
+        return q_slot.region.read()[:, -1] if self._config.ahead else None
+
+    def delta(self, do_slot):
+        """D, if it is read while dP is multiplied."""
+        return do_slot.region.read()[:, -1] if self._config.ahead else None
+
+    def softmax(self, tile, i, s, q_slot, phase, lse=None):
         """P^T = exp2(scale_log2 S^T - LSE), and what dS takes of it: times the slope of the cap."""
         call, values = self._call, s.values
         tiles, options = call.tiles, call.options
@@ -308,12 +440,13 @@ class MmaOps:
         first, tile_n = tile.n_block * self._config.tile_n, self._config.tile_n
         keys = range(first, first + tile_n)[self._rows]
         scale, slope = np.float32(options.softmax_scale), 1
+        lse = q_slot.region.read()[:, -1] if lse is None else lse
         if options.softcap:
             within = values * np.float32(options.softmax_scale / options.softcap)
             rest = 1 / (np.exp(2 * np.abs(within)) + 1)
             scale, slope = np.float32(options.softcap), 4 * rest * (1 - rest)
             values[:] = np.tanh(within)
-        values[:] = values * (scale * np.float32(LOG2E)) - q_slot.region.read()[:, -1]
+        values[:] = values * (scale * np.float32(LOG2E)) - lse
         if self._config.alibi:
             distance = queries + lengths[1] - lengths[0] - np.array(keys)[:, None]
             bias = options.alibi_slopes[tiles.where(tile).batch, head] * np.float32(LOG2E)
@@ -328,9 +461,10 @@ class MmaOps:
         self._p.values[:] = round_to_16_bit(values, self._config.bf16)
         values[:] *= slope
 
-    def ds(self, i, s, dp, do_slot):
+    def ds(self, i, s, dp, do_slot, delta=None):
         """dS^T = P^T (dP^T - D), to registers and to the shared memory of step ``i``."""
-        values = s.values * (dp.values - do_slot.region.read()[:, -1])
+        delta = do_slot.region.read()[:, -1] if delta is None else delta
+        values = s.values * (dp.values - delta)
         rounded = round_to_16_bit(values, self._config.bf16)
         self._ds.values[:] = rounded
         self._regions["ds", i % self._config.ds_stages, self._group].write(rounded)
@@ -375,23 +509,33 @@ class MmaOps:
         """Registers -> box."""
         self._box.region.write(dq.values.copy())
 
+    def put_dk(self):
+        """dK (scaled), registers -> box."""
+        self._put("dk")
+
+    def put_dv(self):
+        """dV, registers -> box."""
+        self._put("dv")
+
+    def _put(self, name):
+        scale = np.float32(self._call.options.softmax_scale)
+        values = self._dk.values * scale if name == "dk" else self._dv.values
+        region = self._regions[name, self._group]
+        region.write(round_to_16_bit(values, self._config.bf16))
+        return region
+
     def store(self, tile):
         """Start the store of dK (scaled) and dV, this warpgroup's 64 rows."""
-        self._store(tile, "dk")
-        self._store(tile, "dv")
+        self._store(tile, "dk", self._call.dk)
+        self._store(tile, "dv", self._call.dv)
 
-    def _store(self, tile, name):
-        call = self._call
-        acc, target, factor = {
-            "dk": (self._dk, call.dk, np.float32(call.options.softmax_scale)),
-            "dv": (self._dv, call.dv, np.float32(1)),
-        }[name]
-        where, first = call.tiles.where(tile), tile.n_block * self._config.tile_n + self._rows.start
+    def _store(self, tile, name, target):
+        where = self._call.tiles.where(tile)
+        first = tile.n_block * self._config.tile_n + self._rows.start
         rows = slice(
             where.row_k + first, where.row_k + max(first, min(first + MMA_ROWS, where.stored_k))
         )
-        region = self._regions[name, self._group]
-        region.write(round_to_16_bit(acc.values * factor, self._config.bf16))
+        region = self._put(name)
         self._machine.fence()
         self._start_store(region, target[where.entry_k, rows, tile.head_kv])
 
@@ -411,12 +555,14 @@ class Variation:
     """What a run may change, to see whether it matters; fields as of ``sm90_fwd.Variation``."""
 
     roles: type = BackwardRoles
+    late_roles: type = LateRoles  # of a config with ``late``
     miscounts: dict = field(default_factory=dict)
     strict: bool = True
 
-    def fill(self, machine: Machine, call: Call, worker: int):
-        """Set up what works on the tiles of a worker: one CTA."""
-        _fill_cta(machine, call, self, f"cta{worker}." if call.config.ordered else "")
+    def fill(self, machine: Machine, call: Call, worker: int, numbers):
+        """Set up what works on the tiles of a worker, with their ``numbers`` if they are handed out: one CTA."""
+        prefix = f"cta{worker}." if call.config.turns else ""
+        _fill_cta(machine, call, self, prefix, numbers)
 
 
 def prepare(queries: Side, out, lse, dout, dlse=None):
@@ -461,22 +607,25 @@ def simulate_backward(
     tensors, dlse = batched(tensors, packed), None if dlse is None else _batched(dlse, packed[0])
     q, k = tensors[:2]
     side, _ = sides_of(config, q, k, options)
-    entries, blocks = slots_and_entries(side)
-    dq = np.zeros((entries, q.shape[2], blocks * config.tile_m, config.tile_d), np.float32)
+    dq = 0
     for machine, call in backward_machines(
         config, tensors, options, workers, seed, variation, dlse
     ):
         machine.run()
-        for (b, head, block, group), part in call.sums.items():
-            queries, columns = config.dq_shape
-            row, column = block * config.tile_m, group * columns
-            if config.splits_queries:
-                row, column = row + group * queries, 0
-            dq[b, head, row : row + queries, column : column + columns] += part.values
-    dq = round_to_16_bit(dq * np.float32(options.softmax_scale), config.bf16)
+        dq = call.dq if config.converts else dq + _sums(call)
+    if not config.converts:
+        dq = round_to_16_bit(dq * np.float32(options.softmax_scale), config.bf16)
     dq = to_rows(side, dq, np.full(q.shape, np.nan, np.float32))
     results = ((dq, packed[0]), (call.dk, packed[1]), (call.dv, packed[1]))
     return tuple(x[0] if is_packed else x for x, is_packed in results)
+
+
+def _sums(call: Call) -> np.ndarray:
+    """What CTAs have added to dQ, as ``Call.dq`` lies."""
+    dq = np.zeros_like(call.dq)
+    for key, part in call.sums.items():
+        dq[call.place(key)] = part.values
+    return dq
 
 
 def batched(tensors, packed) -> tuple[np.ndarray, ...]:
@@ -507,23 +656,27 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
     blocks = config.blocks(*window)
     if config.varlen:
         ctas = tiles_of_ctas(config, blocks, sides, (heads_kv, ratio), workers, 1 + seed % 7)
+        numbers = [None] * len(ctas)
     else:
         grid = KvGrid(ceil_div(seqlen_k, config.tile_n), heads_kv, batch, ratio)
         workers, section = min(workers, grid.total), 1 + seed % grid.head_count
+        numbers, lengths = shared_out(grid.total, workers, seed), (seqlen_q, seqlen_k)
         ctas = [
-            KvTileSchedule(blocks, grid, section, worker, workers, seqlen_q, seqlen_k)
+            KvTileSchedule(blocks, grid, section, worker, workers, *lengths, config.backwards)
             for worker in range(workers)
         ]
     dk, dv = (np.full(x.shape, np.nan, np.float32) for x in (k, v))
+    entries, slots = slots_and_entries(sides[0])
+    dq = np.full((entries, heads, slots * config.tile_m, config.tile_d), np.nan, np.float32)
     statistics = prepare(sides[0], out, lse, dout, dlse)
     check_graph(config.graph, SMEM_LIMIT)
     machine = None
     for worker, tiles in enumerate(ctas):
-        if machine is None or not config.ordered:
+        if machine is None or not config.turns:
             machine, shared = Machine(seed + worker, variation.strict), ({}, {})
-        call = Call(config, q, k, v, dout, *statistics, dk, dv, options, tiles, *shared)
-        variation.fill(machine, call, worker)
-        if worker == len(ctas) - 1 or not config.ordered:
+        call = Call(config, q, k, v, dout, *statistics, dk, dv, options, tiles, *shared, dq)
+        variation.fill(machine, call, worker, numbers[worker])
+        if worker == len(ctas) - 1 or not config.turns:
             yield machine, call
 
 
@@ -544,23 +697,35 @@ def _regions(memory: Space, config: BackwardConfig, prefix: str) -> dict[tuple, 
         add(("dq", group), bases["dq"] + group * box, box, config.dq_shape)
         for name, width in (("dk", config.tile_d), ("dv", config.tile_dv)):
             size = MMA_ROWS * width * ELEMENT_BYTES
-            add((name, group), bases[name] + group * size, size, (MMA_ROWS, width))
+            apart = box if config.handed_out else size
+            add((name, group), bases[name] + group * apart, size, (MMA_ROWS, width))
     return regions
 
 
-def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str):
-    """Shared memory, rings, barriers and roles of one CTA, by the config's graph; ``prefix`` is that of its names."""
-    config, graph, schedule = call.config, call.config.graph, variation.roles()
+def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, numbers):
+    """Shared memory, rings, barriers and roles of one CTA, by the config's graph.
+
+    ``prefix`` is that of its names, ``numbers`` those of its tiles if they are handed out.
+    """
+    config, graph = call.config, call.config.graph
+    role_class = variation.late_roles if config.late else variation.roles
+    schedule = role_class()
     memory, bases = Space(machine), graph.addresses()
     shapes = {
         "k": (TILE_N, config.tile_d),
         "v": (TILE_N, config.tile_dv),
         "q": (config.tile_m, config.tile_d + 1),
         "do": (config.tile_m, config.tile_dv + 1),
+        "sums": config.dq_shape,
     }
+
+    def readers(spec):
+        return MMA_WARPGROUPS if spec.consumer.name == "mma" else 1
+
     rings = [
-        Ring(machine, spec, MMA_WARPGROUPS, memory, bases[spec.name], shapes[spec.name])
+        Ring(machine, spec, readers(spec), memory, bases[spec.name], shapes[spec.name])
         for spec in graph.rings
+        if spec.name in shapes
     ]
     regions = _regions(memory, config, prefix)
 
@@ -569,10 +734,12 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str):
         return [End(named[name], variation.miscounts.get((role, name), 0)) for name in order]
 
     meeting = NamedBarrier(machine, BARRIER_EXCHANGE, "exchange", EXCHANGE_THREADS, WARPGROUP)
-    roles = {name: plain(getattr(variation.roles, name)) for name in ("load", "mma", "reduce")}
-    order, tiles = ("k", "v", "q", "do"), call.tiles
+    empty = _ds_barriers(machine) if config.late else None
+    roles = {name: plain(getattr(role_class, name)) for name in ("load", "mma", "reduce")}
+    order, call_for = ("k", "v", "q", "do"), _tiles_of_roles(machine, call, memory, numbers)
+    mine = call_for(GivenKvTiles, 1)
     machine.spawn(
-        f"{prefix}load", roles["load"], schedule, LoadOps(call), tiles, *ends("load", order)
+        f"{prefix}load", roles["load"], schedule, LoadOps(mine), mine.tiles, *ends("load", order)
     )
     for group in GROUPS:
         machine.name_barrier(BARRIER_STORE + group, f"store of mma[{group}]")
@@ -583,10 +750,30 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str):
                 for number, what in ((BARRIER_DQ_FULL, "full"), (BARRIER_DQ_EMPTY, "empty"))
             ),
         )
-        ops = MmaOps(machine, call, prefix, group, regions, box)
-        ends_and_signals = (*ends("mma", order), Exchange(meeting), Outbox(box))
+        mine = call_for(ToldKvTiles, WARPS)
+        ops = MmaOps(machine, mine, prefix, group, regions, box)
+        ends_and_signals = (*ends("mma", order), Exchange(meeting, empty, group), Outbox(box))
         machine.spawn(
-            f"{prefix}mma[{group}]", roles["mma"], schedule, ops, tiles, *ends_and_signals
+            f"{prefix}mma[{group}]", roles["mma"], schedule, ops, mine.tiles, *ends_and_signals
         )
-        ops = ReduceOps(machine, call, box, group)
-        machine.spawn(f"{prefix}reduce[{group}]", roles["reduce"], schedule, ops, tiles, Inbox(box))
+        mine = call_for(ToldKvTiles, 1)
+        ops = ReduceOps(machine, mine, box, regions, group)
+        machine.spawn(
+            f"{prefix}reduce[{group}]", roles["reduce"], schedule, ops, mine.tiles, Inbox(box)
+        )
+
+    if config.converts:
+        blocks = DqBlocks(call.tiles, MMA_WARPGROUPS)
+        convert, ops = plain(role_class.convert), ConvertOps(machine, call)
+        both = ends("convert", ("sums", "sums"))
+        machine.spawn(f"{prefix}convert", convert, schedule, ops, blocks, *both)
+
+
+def _tiles_of_roles(machine: Machine, call: Call, memory: Space, numbers):
+    """What makes the call of one task, with its tiles: of a kind of views, that gives back slots with so many arrivals."""
+    config, graph = call.config, call.config.graph
+    if not config.handed_out:
+        return lambda kind, arrivals: call
+    place, beyond = (memory, graph.addresses()["tiles"]), call.tiles.grid.total
+    slots = HostKvSlots(machine, graph.ring("tiles"), place, config.tile_readers, numbers, beyond)
+    return lambda kind, arrivals: replace(call, tiles=kind(call.tiles, slots.of_role(arrivals)))

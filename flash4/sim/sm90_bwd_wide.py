@@ -129,8 +129,9 @@ class JointLoadOps(LoadOps):
 class WideReduceOps(ReduceOps):
     """Verbs of the ``reduce`` role, for one MMA warpgroup's parts of dQ."""
 
-    def __init__(self, machine: Machine, call: Call, box: Box, group: int, rank: int):
-        super().__init__(machine, call, box, group)
+    def __init__(self, machine: Machine, call: Call, box: Box, regions, place):
+        group, rank = place
+        super().__init__(machine, call, box, regions, group)
         self._cta = rank
         parts = len(range(group, call.config.dq_parts, MMA_WARPGROUPS))
         self.parts = 2 if call.config.joint else parts
@@ -209,11 +210,11 @@ class WideMmaOps(MmaOps):
 
     def store_dk(self, tile):
         """Start the store of dK, scaled."""
-        self._store(tile, "dk")
+        self._store(tile, "dk", self._call.dk)
 
     def store_dv(self, tile):
         """Start the store of dV."""
-        self._store(tile, "dv")
+        self._store(tile, "dv", self._call.dv)
 
 
 class JointMmaOps(WideMmaOps):
@@ -274,9 +275,13 @@ class WideVariation(Variation):
     shared: type = SharedRing
     meets: tuple[str, ...] = ("start", "end")
 
-    def fill(self, machine: Machine, call: Call, worker: int):
-        """Set up what works on the tiles of a worker: the CTAs of a cluster, which share rings."""
-        name = f"cluster{worker}" if call.config.ordered else ""
+    def fill(self, machine: Machine, call: Call, worker: int, numbers):
+        """Set up what works on the tiles of a worker: the CTAs of a cluster, which share rings.
+
+        No config hands tiles out, so they have no numbers.
+        """
+        assert not call.config.handed_out, call.config
+        name = f"cluster{worker}" if call.config.turns else ""
         cluster = Cluster(machine, call.config.ctas, "start" in self.meets, name)
         rings = [_make_rings(cta, call.config, self.shared) for cta in cluster.ctas]
         for connected in zip(*rings, strict=True):
@@ -394,6 +399,6 @@ def _fill_cta(call: Call, variation: WideVariation, cta: Cta, memory):
         ops = kind(machine, call, f"{cta.name}.", (group, cta.rank), regions, box)
         function = plain(getattr(variation.roles, role))
         cta.spawn(role, function, schedule, ops, tiles, *ends(role), exchange, Outbox(box))
-        ops = WideReduceOps(machine, call, box, group, cta.rank)
+        ops = WideReduceOps(machine, call, box, regions, (group, cta.rank))
         function = plain(variation.roles.reduce)
         cta.spawn(f"reduce[{group}]", function, schedule, ops, tiles, Inbox(box))

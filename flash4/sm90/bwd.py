@@ -5,13 +5,14 @@
     load --[q x2 tma->warps]--> mma
     load --[do x2 tma->warps]--> mma
     mma --[dq, one box per warpgroup]--> reduce --[bulk additions]--> global memory
+    global memory --[sums x1 tma->warps]--> convert  (where it converts)
 
 Per step, one block of queries of one head:
 
     mma   S^T = K Q^T | dP^T = V dO^T | P = exp(scale S - LSE) | dS = P (dP - D) | dV += P^T dO | dQ = dS K
           | dK += dS^T Q, dQ into its box
 
-LSE and D come from ``passes.bwd_prepare``; ``passes.bwd_finish`` makes dQ of the sums. Config and graph are in
+LSE and D come from ``passes.bwd_prepare``; ``convert``, or else ``passes.bwd_finish``, makes dQ of the sums. Config and graph are in
 ``bwd_config``, the schedule in ``bwd_roles``, its verbs in ``bwd_ops``.
 """
 
@@ -26,7 +27,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from flash4.common.dq_blocks import DqBlocks
 from flash4.common.graph import WARP, WARPGROUP
+from flash4.common.kv_handout import GivenKvTiles, ToldKvTiles
 from flash4.common.kv_sequences import SequenceSchedule, Side
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.numerics import LOG2E, opaque
@@ -36,11 +39,14 @@ from flash4.common.tma_views import (
     ragged_store_view,
     rows_of_entry,
 )
-from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, TILE_N, BackwardConfig
+from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, TILE_N, TILE_SLOTS, BackwardConfig
+from flash4.sm90.bwd_convert import ConvertOps
+from flash4.sm90.bwd_late_roles import LateRoles
 from flash4.sm90.bwd_ops import Exchange, Inbox, LoadOps, MmaOps, Outbox, ReduceOps
 from flash4.sm90.bwd_roles import BackwardRoles
+from flash4.sm90.bwd_slots import KvTileSlots
 from flash4.sm90.bwd_tiles import TILE_WORDS, OneTile
-from flash4.sm90.fwd_config import MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT
+from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT
 from flash4.sm90.fwd_ops import Operand, element
 
 ROW = LayoutEnum.ROW_MAJOR
@@ -85,6 +91,8 @@ class RunTime:
     right: object
     slopes: object  # (B, H), float32
     turns: object  # (B, H, blocks, 2), int32
+    next_tile: object  # (1,) int32, zero at the launch
+    dq_out: object  # (B, S, H, D), 16 bit
     section: Int32
     seqlen_q: Int32
     seqlen_k: Int32
@@ -114,8 +122,6 @@ class Shared:
 class BackwardSm90:
     """One Hopper backward kernel; see the module docstring for its pipeline."""
 
-    schedule = BackwardRoles
-
     def __init__(self, config: BackwardConfig):
         self.config = config
         self.graph = config.graph
@@ -124,7 +130,11 @@ class BackwardSm90:
                 f"{config} needs {self.graph.smem_bytes} bytes of shared memory and up to {SMEM_ALIGN} "
                 f"for alignment, one CTA has {SMEM_LIMIT}"
             )
-        self.roles = self.schedule()
+        self.roles = self._schedule()
+
+    def _schedule(self):
+        """The role functions."""
+        return LateRoles() if self.config.late else BackwardRoles()
 
     def fake_arguments(self):
         """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
@@ -166,11 +176,13 @@ class BackwardSm90:
                 stride=(sym(1), sym(1), sym(1), 1),
                 assumed_align=4,
             ),
+            "next_tile": fake(Int32, (1,), stride=(1,), assumed_align=4),
+            "dq_out": tensor(batch, seqlen_q, heads, head_dim),
         }
         for name in LENGTHS:
             optional[name] = fake(Int32, (cute.sym_int(),), stride=(1,), assumed_align=4)
         tensors += tuple(optional[name] for name in c.optional_tensors)
-        types = {"left": Int32, "right": Int32}
+        types = {"left": Int32, "right": Int32, "workers": Int32}
         numbers = tuple(types.get(name, Float32)(1) for name in c.numbers)
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
         return (tensors, numbers, Int32(1), stream)
@@ -207,6 +219,8 @@ class BackwardSm90:
             right=numbers.get("right"),
             slopes=optional.get("alibi_slopes"),
             turns=optional.get("turns"),
+            next_tile=optional.get("next_tile"),
+            dq_out=optional.get("dq_out"),
             section=section,
             seqlen_q=q.shape[1],
             seqlen_k=k.shape[1],
@@ -214,14 +228,18 @@ class BackwardSm90:
             keys=keys if self.config.varlen else None,
             entry_rows=self._entry_rows(q, k, v, do),
         )
+        ctas = grid.total
+        if cutlass.const_expr(self.config.handed_out):
+            ctas = cutlass.min(grid.total, numbers["workers"])
         self.kernel(
             self._tiled_mmas(), self._operands((q, k, v, do, dk, dv)), run_time, grid
         ).launch(
-            grid=(grid.total * self.config.ctas, 1, 1),
-            cluster=(self.config.ctas, 1, 1),
+            grid=(ctas * self.config.ctas, 1, 1),
+            cluster=(self.config.ctas, 1, 1) if self.config.ctas > 1 else None,
             block=(self.graph.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=self.config.chained,
         )
 
     def _sides(self, q, k, optional):
@@ -327,37 +345,54 @@ class BackwardSm90:
             for operand in (operands.q, operands.k, operands.v, operands.do):
                 cpasync.prefetch_descriptor(operand.atom)
         smem = SmemAllocator()
-        shared = self._shared(self._allocate(smem))
+        pointers = self._allocate(smem)
+        shared = self._shared(pointers)
         lane = opaque(thread)  # ptxas would read the lane id anew for every release in the loop
         k_producer, k_consumer = self._open_ring(smem, "k", lane)
         v_producer, v_consumer = self._open_ring(smem, "v", lane)
         q_producer, q_consumer = self._open_ring(smem, "q", lane)
         do_producer, do_consumer = self._open_ring(smem, "do", lane)
+        slots, sums = None, ()
+        if cutlass.const_expr(c.converts):
+            sums = self._open_ring(smem, "sums", lane)
         tiles = self._tiles(run_time, grid, smem, (start, ctas))
+        if cutlass.const_expr(c.handed_out):
+            slots = self._open_tiles(smem, pointers, run_time.next_tile, (start, ctas, lane))
+            slots.open(thread, c.tile_readers)
         if cutlass.const_expr(c.varlen):
             if warp == FINDING_WARP:
                 tiles.find(thread, start)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
+        load_tiles, every_tile = tiles, tiles
+        if cutlass.const_expr(c.handed_out):
+            load_tiles, tiles = GivenKvTiles(tiles, slots), ToldKvTiles(tiles, slots)
         load, reduce, mma = (self.graph.role(name) for name in ("load", "reduce", "mma"))
         if group == 0:
             cute.arch.setmaxregister_decrease(load.registers)
+            if cutlass.const_expr(c.chained):
+                cute.arch.griddepcontrol_launch_dependents()
+                cute.arch.griddepcontrol_wait()  # statistics, sums and counters are there
             if warp == 0:
-                ops = self._load_ops(operands, run_time, tiles, shared)
-                self.roles.load(ops, tiles, k_producer, v_producer, q_producer, do_producer)
+                ops = self._load_ops(operands, run_time, load_tiles, shared)
+                self.roles.load(ops, load_tiles, k_producer, v_producer, q_producer, do_producer)
             first = reduce.first_warp
             if (warp >= first) & (warp < first + reduce.active_warps):
                 mine = warp - first
-                ops = ReduceOps(c, tiles, run_time.dq, shared.dq[None, mine], run_time.turns, mine)
+                ops = self._reduce_ops(operands, run_time, tiles, shared, mine)
                 self.roles.reduce(ops, tiles, Inbox(mine))
+            if cutlass.const_expr(c.converts):
+                if warp == self.graph.role("convert").first_warp:
+                    ops = self._convert_ops(run_time, pointers, lane % WARP)
+                    self.roles.convert(ops, DqBlocks(every_tile, MMA_WARPGROUPS), *sums)
         else:
             cute.arch.setmaxregister_increase(mma.registers)
             mine = group - mma.warpgroups.start
             place = (thread % WARPGROUP, mine, mine)
             ops = self._mma_ops(mmas, operands, run_time, tiles, shared, place)
             ends = (k_consumer, v_consumer, q_consumer, do_consumer)
-            self.roles.mma(ops, tiles, *ends, Exchange(), Outbox(mine))
+            self.roles.mma(ops, tiles, *ends, Exchange(mine), Outbox(mine))
 
     def _tiles(self, run_time, grid, smem, place):
         """Tiles of this CTA; ``place`` is its number, and that of all."""
@@ -365,7 +400,7 @@ class BackwardSm90:
         blocks = c.blocks(run_time.left, run_time.right)
         if not c.varlen:
             lengths = (run_time.seqlen_q, run_time.seqlen_k)
-            return KvTileSchedule(blocks, grid, section, *place, *lengths)
+            return KvTileSchedule(blocks, grid, section, *place, *lengths, backwards=c.backwards)
         sides = (run_time.queries, run_time.keys)
         words = cute.make_tensor(
             smem.allocate_array(Int32, TILE_WORDS), cute.make_layout(TILE_WORDS)
@@ -379,15 +414,29 @@ class BackwardSm90:
             for name, nbytes in self.graph.allocations().items()
         }
 
+    def _open_tiles(self, smem, pointers, next_tile, place):
+        """Slots and barriers of the ring of tiles."""
+        words = cute.recast_ptr(pointers["tiles"], dtype=Int32)
+        full, empty = (smem.allocate_array(cutlass.Int64, TILE_SLOTS) for _ in range(2))
+        start, ctas, lane = place
+        slots = cute.make_tensor(words, cute.make_layout(TILE_SLOTS))
+        # A CTA that waits for all tiles of a block must not be waited for: the first tile of one that has not begun.
+        owned = not self.config.converts
+        return KvTileSlots(slots, full, empty, next_tile, start, ctas, lane % WARP, owned)
+
     def _shared(self, pointers):
-        """Tensors in shared memory."""
+        """Tensors in shared memory, by the graph's map."""
         c, dtype, layouts = self.config, element(self.config), self._smem_layouts()
         tensors = {}
         for buffer in self.graph.buffers:
             if buffer.name in layouts:
                 layout, pointer = layouts[buffer.name], pointers[buffer.borrows or buffer.name]
                 pointer = cute.recast_ptr(pointer, swizzle_=layout.inner, dtype=dtype)
-                tensors[buffer.name] = cute.make_tensor(pointer, layout.outer)
+                outer = layout.outer
+                if c.handed_out and buffer.name in ("dk", "dv"):  # each in its warpgroup's box
+                    boxes = cute.make_layout(MMA_WARPGROUPS, stride=c.box_bytes // ELEMENT_BYTES)
+                    outer = cute.append(cute.slice_(outer, (None, None, 0)), boxes)
+                tensors[buffer.name] = cute.make_tensor(pointer, outer)
         floats = cute.recast_ptr(pointers["dq"], dtype=Float32)
         tensors["dq"] = cute.make_tensor(floats, cute.make_layout((c.dq_floats, MMA_WARPGROUPS)))
         for name, ring in (("lse", "q"), ("delta", "do")):
@@ -436,6 +485,34 @@ class BackwardSm90:
             sLSE=shared.lse,
             sD=shared.delta,
             **more,
+        )
+
+    def _convert_ops(self, run_time, pointers, lane):
+        """Verbs of the ``convert`` role."""
+        floats = cute.recast_ptr(pointers["sums"], dtype=Float32)
+        return ConvertOps(
+            config=self.config,
+            mSums=run_time.dq,
+            mTurns=run_time.turns,
+            mDQ=run_time.dq_out,
+            sSums=cute.make_tensor(floats, cute.make_layout((self.config.dq_floats, 1))),
+            scale=run_time.scale,
+            lane=lane,
+        )
+
+    def _reduce_ops(self, operands, run_time, tiles, shared, mine):
+        """Verbs of the ``reduce`` role of one warpgroup."""
+        return ReduceOps(
+            config=self.config,
+            tiles=tiles,
+            mDQ=run_time.dq,
+            sDQ=shared.dq[None, mine],
+            mTurns=run_time.turns,
+            sDK=shared.dk[None, None, mine],
+            sDV=shared.dv[None, None, mine],
+            dk_out=operands.dk,
+            dv_out=operands.dv,
+            warpgroup=mine,
         )
 
     def _mma_ops(self, mmas, operands, run_time, tiles, shared, place):

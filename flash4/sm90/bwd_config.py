@@ -1,6 +1,6 @@
 """Configuration and pipeline graph of the Hopper backward: every compile-time fact, DSL-free."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flash4.common.geometry import QueryBlocks
 from flash4.common.graph import Buffer, PipelineGraph, Ring, Role
@@ -19,6 +19,7 @@ MAX_HEAD_DIM = 128
 REGISTERS = (240, 24)  # per thread of ``mma``, and of the warpgroup of the others
 TURN_REGISTERS = (232, 40)  # where those work out more, and ``mma`` can spare them
 STAGES = 2
+TILE_SLOTS = 2  # of the ring of tiles, where they are handed out
 UNEVEN_SECTION_HEADS = 16  # whose tiles, longest first, balance well and still share L2
 
 
@@ -30,6 +31,15 @@ class BackwardFacts:
         if (left is not None, right is not None) != (self.left, self.right):
             raise ValueError(f"window ({left}, {right}) for {self}")
         return QueryBlocks(self.tile_m, self.tile_n, self.causal, left, right)
+
+    def lengths_obstacle(self, seqlen_q: int, seqlen_k: int) -> str | None:
+        """Why the kernel cannot run with such lengths, or None."""
+        if self.first_stores and self.causal and seqlen_q > seqlen_k:
+            return (
+                f"first_stores with {seqlen_q} causal queries of {seqlen_k} keys: no tile visits the first ones; "
+                "supported are up to as many queries as keys"
+            )
+        return None
 
     @property
     def varlen(self) -> bool:
@@ -55,28 +65,41 @@ class BackwardFacts:
     def numbers(self) -> tuple[str, ...]:
         """Numbers that the launch takes, in order.
 
-        ``scale`` is the factor of a score, ``cap_scale`` that within the cap.
+        ``scale`` is the factor of a score, ``cap_scale`` that within the cap, ``workers`` the CTAs to launch at most.
         """
         given = {
             "cap": self.softcap,
             "cap_scale": self.softcap,
             "left": self.left,
             "right": self.right,
+            "workers": self.handed_out,
         }
         return ("scale", *(name for name, present in given.items() if present))
+
+    @property
+    def turns(self) -> bool:
+        """Whether tiles that add to dQ wait for others."""
+        return self.ordered or self.first_stores or self.converts
 
     @property
     def optional_tensors(self) -> tuple[str, ...]:
         """Tensors that the launch takes after dk and dv, in order."""
         given = {
             "alibi_slopes": self.alibi,
-            "turns": self.ordered,
+            "turns": self.turns,
+            "next_tile": self.handed_out,
+            "dq_out": self.converts,
             "cu_seqlens_q": self.cu_q,
             "cu_seqlens_k": self.cu_k,
             "seqused_q": self.used_q,
             "seqused_k": self.used_k,
         }
         return tuple(name for name, present in given.items() if present)
+
+    @property
+    def box_bytes(self) -> int:
+        """Bytes of a warpgroup's box of dQ."""
+        return FLOAT_BYTES * self.dq_floats
 
     @property
     def statistics_bytes(self) -> int:
@@ -106,6 +129,16 @@ class BackwardConfig(BackwardFacts):
         softcap: scores are capped; the cap is a run-time value.
         alibi: scores lose a slope of their head times the distance between query and key.
         ordered: tiles add to dQ in a fixed order, so that it is bitwise repeatable.
+        late: a step multiplies dQ of the step before, so that the warpgroups need not keep step.
+        first_stores: the first tile of keys stores its part of dQ where the others wait for it and add, so that nothing need
+            be zero before. It must visit every block of queries.
+        backwards: blocks of queries come by from the last to the first, so that all tiles of a head begin with the same.
+        chained: the kernel is launched before the one before it has ended, and so is the one after it; each waits where it
+            must.
+        handed_out: a CTA takes tile after tile from a counter, and its loads run ahead into the next one.
+        converts: a warp of its own makes dQ of the sums of a block when the last tile has added to them, which are in L2
+            then; else a kernel does so for all of them afterwards.
+        ahead: LSE and D are read from shared memory while S and dP are multiplied; takes tile_m / 4 registers more.
         cu_q: queries are packed, one sequence behind the other.
         cu_k: keys and values are packed.
         used_q: queries in use are counted for each sequence.
@@ -123,6 +156,13 @@ class BackwardConfig(BackwardFacts):
     softcap: bool = False
     alibi: bool = False
     ordered: bool = False
+    late: bool = False
+    handed_out: bool = False
+    first_stores: bool = False
+    backwards: bool = False
+    chained: bool = False
+    converts: bool = False
+    ahead: bool = False
     cu_q: bool = False
     cu_k: bool = False
     used_q: bool = False
@@ -137,6 +177,28 @@ class BackwardConfig(BackwardFacts):
             raise ValueError(f"tile_m is {self.tile_m}; supported are 64 and 128, or swap_dq")
         if self.causal and self.right:
             raise ValueError("causal and right exclude each other: causal is a right side of 0")
+        if self.first_stores and (self.left or self.right):
+            raise ValueError(
+                "first_stores with a window: the first tile does not visit all queries"
+            )
+        if self.backwards and self.left:
+            raise ValueError("backwards with a window that limits the left side is not built")
+        if self.varlen and (self.handed_out or self.first_stores or self.backwards):
+            raise ValueError(
+                "handed_out, first_stores and backwards are for sequences of one length"
+            )
+        if self.converts and (self.left or self.right or self.swap_dq or not self.handed_out):
+            raise ValueError(
+                "converts with a window, swap_dq or without handed_out: it needs a tile's own count of visitors, rows of "
+                "dQ, and CTAs of which none waits for one that has not begun"
+            )
+        if self.handed_out and self.box_bytes < MMA_ROWS * ELEMENT_BYTES * max(
+            self.tile_d, self.tile_dv
+        ):
+            raise ValueError(
+                f"handed_out with tile_m {self.tile_m}, tile_d {self.tile_d}, tile_dv {self.tile_dv}: dk and dv of "
+                f"{MMA_ROWS} keys leave through {self.box_bytes} bytes of dq"
+            )
 
     @property
     def tile_n(self) -> int:
@@ -171,6 +233,11 @@ class BackwardConfig(BackwardFacts):
         return self.tile_m * self.tile_d // MMA_WARPGROUPS
 
     @property
+    def tile_readers(self) -> int:
+        """Warps that are told which tile comes next, where tiles are handed out."""
+        return sum(self.graph.role(name).active_warps for name in ("reduce", "mma"))
+
+    @property
     def graph(self) -> PipelineGraph:
         """Roles, rings and shared memory.
 
@@ -178,36 +245,57 @@ class BackwardConfig(BackwardFacts):
         load --[v x1 tma->warps]--> mma
         load --[q x2 tma->warps]--> mma
         load --[do x2 tma->warps]--> mma
+        load --[tiles x2 warp->warps]--> mma  (tiles handed out; ``reduce`` reads them too)
+        convert --[sums x1 tma->warps]--> convert  (where that role is)
         """
         turns = self.ordered and (self.left or self.tile_d < 128)
         places = self.varlen and self.splits_queries
-        mma_registers, registers = TURN_REGISTERS if turns or places else REGISTERS
+        converts = self.converts and self.tile_d < 128
+        mma_registers, registers = TURN_REGISTERS if turns or places or converts else REGISTERS
         load = Role("load", range(0, 1), 1, registers)
         reduce = Role("reduce", range(0, 1), MMA_WARPGROUPS, registers, first_warp=1)
         mma = Role("mma", range(1, 1 + MMA_WARPGROUPS), 4 * MMA_WARPGROUPS, mma_registers)
         k_bytes, v_bytes = (TILE_N * d * ELEMENT_BYTES for d in (self.tile_d, self.tile_dv))
         q_bytes, do_bytes = (self.tile_m * d * ELEMENT_BYTES for d in (self.tile_d, self.tile_dv))
         statistics = self.statistics_bytes
+        tiles, words = (), ()
+        hosts = {"dk": "k", "dv": "v"}
+        if self.handed_out:
+            tiles = (Ring("tiles", load, mma, TILE_SLOTS, FLOAT_BYTES, tma=False),)
+            words = (Buffer("tiles", TILE_SLOTS * FLOAT_BYTES),)
+            hosts = {"dk": "dq", "dv": "dq"}
+        roles, sums = (load, reduce, mma), ()
+        if self.converts:
+            convert = Role("convert", range(0, 1), 1, registers, first_warp=1 + MMA_WARPGROUPS)
+            roles, sums = (*roles, convert), (Ring("sums", convert, convert, 1, self.box_bytes),)
+            words = (Buffer("sums", self.box_bytes), *words)
         return PipelineGraph(
-            roles=(load, reduce, mma),
+            roles=roles,
             rings=(
                 Ring("k", load, mma, 1, k_bytes),
                 Ring("v", load, mma, 1, v_bytes),
                 Ring("q", load, mma, STAGES, q_bytes + statistics),
                 Ring("do", load, mma, STAGES, do_bytes + statistics),
+                *tiles,
+                *sums,
             ),
             buffers=(
                 Buffer("k", k_bytes),
                 Buffer("v", v_bytes),
                 Buffer("ds", STAGES * self.tile_m * TILE_N * ELEMENT_BYTES),
-                Buffer("dq", MMA_WARPGROUPS * self.dq_floats * FLOAT_BYTES),
+                Buffer("dq", MMA_WARPGROUPS * self.box_bytes),
                 Buffer("q", STAGES * (q_bytes + statistics)),  # tiles, then LSE of each
                 Buffer("do", STAGES * (do_bytes + statistics)),  # tiles, then D of each
-                Buffer("dk", k_bytes, borrows="k"),
-                Buffer("dv", v_bytes, borrows="v"),
+                Buffer("dk", k_bytes, borrows=hosts["dk"]),
+                Buffer("dv", v_bytes, borrows=hosts["dv"]),
+                *words,
             ),
         )
 
+
+LATE_QUERIES = (
+    2048  # from which on dQ a step late is faster at head dim 64: measured at 1024 and 4096
+)
 
 # Features of a call whose gradients are not built: field of the problem -> what to ask for instead.
 UNBUILT = {
@@ -256,7 +344,8 @@ def choose_config(problem) -> tuple[BackwardConfig, tuple[str, ...]]:
         used_k=problem.used_k,
         **tile,
     )
-    return config, (why,)
+    fields, reasons = choose_order(config, problem)
+    return replace(config, **fields), (why, *reasons)
 
 
 def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
@@ -272,7 +361,43 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
             tile = {"tile_m": 48, "swap_dq": True}
     elif tile_d == tile_dv == 64 and not problem.deterministic and not windows_of_sequences:
         tile = {"tile_m": 128}
+    elif tile_d == 128 and plain(problem):
+        return (
+            tile,
+            "64 queries per step: a warp of its own can convert dQ then, whose rows are not swapped",
+        )
     elif tile_d == 128 and not (tile_dv == 128 and problem.deterministic and problem.window_left):
         tile = {"tile_m": 80, "swap_dq": True}
     dims = f"head dims {tile_d}/{tile_dv}{' and a cap' if problem.softcap else ''}"
     return tile, f"{tile['tile_m']} queries per step: what registers hold beside {dims}"
+
+
+def plain(problem) -> bool:
+    """Whether a call has nothing beyond a causal mask that the order of tiles and additions depends on, or registers do."""
+    limited = problem.window_left or problem.window_right or problem.varlen
+    return not (limited or problem.softcap or problem.alibi or problem.deterministic)
+
+
+def choose_order(config: BackwardConfig, problem) -> tuple[dict, tuple[str, ...]]:
+    """Return the config fields that say who does what when, and the reasons."""
+    box = MMA_ROWS * ELEMENT_BYTES * max(config.tile_d, config.tile_dv)
+    if not plain(problem) or config.swap_dq or config.box_bytes < box:
+        return {}, (
+            "one CTA for each tile of keys, dQ converted afterwards: features or head dims ask for it",
+        )
+    fields = {"handed_out": True, "backwards": True, "chained": True, "converts": True}
+    reasons = ["tiles handed out, and dQ converted while it is in L2"]
+    if not problem.causal or problem.seqlen_q <= problem.seqlen_k:
+        fields["first_stores"] = True
+        reasons.append(
+            "the first tile visits all queries, and stores its part of dQ instead of adding it to zeros"
+        )
+    if config.tile_d == config.tile_dv == 64 and problem.seqlen_q >= LATE_QUERIES:
+        fields["late"] = True
+        reasons.append(
+            f"dQ a step late: from {LATE_QUERIES} queries on tiles are long enough for it to pay"
+        )
+    if config.tile_m == MMA_ROWS:
+        fields["ahead"] = True
+        reasons.append("LSE and D read ahead: steps of 64 queries leave the registers")
+    return fields, tuple(reasons)

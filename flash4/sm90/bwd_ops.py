@@ -13,11 +13,11 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from flash4.common import numerics
 from flash4.common.dsl import inline_ptx
-from flash4.common.geometry import choose
+from flash4.common.geometry import choose, imin
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.numerics import LOG2E
 from flash4.common.tma_views import WRAP
-from flash4.sm90.bwd_config import BackwardConfig
+from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, BackwardConfig
 from flash4.sm90.fwd_config import MMA_ROWS
 from flash4.sm90.fwd_ops import Operand, element, issue_mma, rows_of, tma_load
 
@@ -26,6 +26,9 @@ BARRIER_EXCHANGE = 1  # both MMA warpgroups
 BARRIER_DQ_FULL = 2  # one per MMA warpgroup: 2, 3
 BARRIER_DQ_EMPTY = 4  # one per MMA warpgroup: 4, 5
 BARRIER_STORE = 6  # one per MMA warpgroup: 6, 7
+BARRIER_DS_EMPTY = (
+    8  # two per MMA warpgroup, by turns, for its dS that the other one has read: 8, 9 and 10, 11
+)
 EXCHANGE_THREADS = 2 * WARPGROUP
 BOX_THREADS = WARPGROUP + WARP  # a warpgroup that fills the box of dQ, and the warp that empties it
 
@@ -59,6 +62,22 @@ def add_floats(destination, source, nbytes: int):
     )
 
 
+def put_or_add_floats(destination, source, nbytes: int, puts):
+    """Bulk store if ``puts`` is not 0, else addition, of float32; the whole warp calls it."""
+    inline_ptx(
+        None,
+        "l,r,r,r",
+        "{ .reg .pred p, q, s, a; elect.sync _|p, 0xffffffff; setp.ne.s32 q, $3, 0; and.pred s, p, q; not.pred q, q; "
+        "and.pred a, p, q; @s cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2; "
+        "@a cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2; }",
+        Int64(destination.toint()),
+        Int32(source.toint()),
+        Int32(nbytes),
+        Int32(puts),
+        side_effects=True,
+    )
+
+
 def wait_for_count(address, count):
     """Wait until the number at ``address`` in global memory is at least ``count``; the whole warp calls it."""
     inline_ptx(
@@ -84,13 +103,33 @@ def add_to_count(address, amount):
     )
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Meeting:
     """Where both MMA warpgroups meet."""
 
     def sync(self):
         """Wait for the other warpgroup."""
         cute.arch.barrier(barrier_id=BARRIER_EXCHANGE, number_of_threads=EXCHANGE_THREADS)
+
+
+@dataclass(frozen=True)
+class Exchange(Meeting):
+    """The same, and how they tell each other how far they are with the dS of a number."""
+
+    warpgroup: Int32
+
+    def open(self):
+        """Say that the stage of the other's first dS is empty."""
+        self.release(1)
+
+    def acquire(self, number):
+        """Wait until the other has read the dS that the stage of ``number`` held."""
+        barrier = BARRIER_DS_EMPTY + STAGES * self.warpgroup + number % STAGES
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=EXCHANGE_THREADS)
+
+    def release(self, number):
+        """Say that this warpgroup has read the other's dS."""
+        barrier = BARRIER_DS_EMPTY + STAGES * (1 - self.warpgroup) + number % STAGES
+        cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=EXCHANGE_THREADS)
 
 
 @dataclass(frozen=True)
@@ -220,6 +259,25 @@ def ragged_rows(tensor, head, begin, rows):
     return cute.domain_offset((WRAP - rows, 0), tensor[None, None, head, WRAP, begin + rows])
 
 
+def store_rows(operand: Operand, tile, warpgroup, sX):
+    """Store a warpgroup's 64 keys of dK or dV by TMA; rows past the sequence are clipped."""
+    mX = operand.tensor[None, None, tile.head_kv, tile.batch]
+    store_tile(operand, mX, tile.n_block * MMA_WARPGROUPS + warpgroup, sX)
+
+
+def store_tile(operand: Operand, mX, block, sX):
+    """The same, of a block of 64 keys of one head (S, D)."""
+    gX = cute.local_tile(mX, (MMA_ROWS, cute.size(sX, mode=[1])), (block, 0))
+    tXsX, tXgX = cpasync.tma_partition(
+        operand.atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(sX, 0, 2),
+        cute.group_modes(gX, 0, 2),
+    )
+    cute.copy(operand.atom, tXsX, tXgX)
+
+
 @dataclass(frozen=True)
 class ReduceOps:
     """Verbs of the ``reduce`` role, for one MMA warpgroup's part of dQ."""
@@ -229,21 +287,66 @@ class ReduceOps:
     mDQ: cute.Tensor  # (B, H, blocks, tile_m tile_d), float32
     sDQ: cute.Tensor  # (dq_floats,) of the warpgroup
     mTurns: object  # (B, H, blocks, 2) int32, tiles that have added; None if the order is free
+    sDK: cute.Tensor  # (64, tile_d)
+    sDV: cute.Tensor  # (64, tile_dv)
+    dk_out: Operand  # (S, D, heads_kv, B)
+    dv_out: Operand
     warpgroup: Int32
 
+    @property
+    def handed_out(self) -> bool:
+        """Whether dK and dV leave through the box."""
+        return self.config.handed_out
+
+    def store_dk(self, tile):
+        """Start the store of dK."""
+        store_rows(self.dk_out, tile, self.warpgroup, self.sDK)
+        cute.arch.cp_async_bulk_commit_group()
+
+    def store_dv(self, tile):
+        """Start the store of dV."""
+        store_rows(self.dv_out, tile, self.warpgroup, self.sDV)
+        cute.arch.cp_async_bulk_commit_group()
+
     def wait_turn(self, tile, i):
-        """Wait until all tiles whose turn comes first have added theirs."""
-        if self.config.ordered:
-            wait_for_count(self._turn(tile, i), self.rank_of_addition(tile, i))
+        """Wait until all tiles whose turn comes first have added theirs, or the first has stored its."""
+        if self.config.ordered or self.config.first_stores:
+            first = imin(tile.n_block, 1)
+            before = self.rank_of_addition(tile, i) if self.config.ordered else first
+            wait_for_count(self._turn(tile, i), before)
             cute.arch.fence_proxy("async.global")  # the copy engine comes after this thread
 
     def pass_turn(self, tile, i):
-        """Wait until the addition is done, and let the next tile go."""
+        """Wait until the addition is done, and let the next tile go, or those behind the first.
+
+        Where only ``convert`` waits for it, what is counted is the addition before this one, which is done by now.
+        """
         if self.config.ordered:
-            cute.arch.cp_async_bulk_wait_group(0)
-            cute.arch.fence_proxy("async.global")
             counts = choose(self.rank_of_addition(tile, i) >= 0, 1, 0)  # others have no turn
-            add_to_count(self._turn(tile, i), counts)
+            self._count(tile, i, 0, counts)
+        elif self.config.turns:
+            self._let_go(tile, i)
+
+    @cute.jit
+    def _let_go(self, tile, i):
+        if tile.n_block == 0:
+            self._count(tile, i, 0, 1)
+        elif cutlass.const_expr(self.config.converts):
+            if i > 0:
+                self._count(tile, i - 1, 1, 1)
+
+    @cute.jit
+    def pass_last_turn(self, tile):
+        """Count the last addition of a tile, where that is not done yet."""
+        if cutlass.const_expr(self.config.converts and not self.config.ordered):
+            if tile.n_block > 0:
+                self._count(tile, tile.steps - 1, 0, 1)
+
+    def _count(self, tile, i, pending, amount):
+        """Wait until at most ``pending`` groups are under way; then let others see the addition of step ``i``."""
+        cute.arch.cp_async_bulk_wait_group(pending)
+        cute.arch.fence_proxy("async.global")
+        add_to_count(self._turn(tile, i), amount)
 
     def rank_of_addition(self, tile, i):
         """How many additions come before this one; negative for one that is not asked."""
@@ -255,14 +358,20 @@ class ReduceOps:
         return turns.iterator + self.warpgroup
 
     def add_dq(self, tile, i):
-        """Accumulator += box, for the queries of step ``i``."""
+        """Accumulator += box, for the queries of step ``i``; the first tile may store it."""
         self.add_to_sums(tile, i, self.warpgroup * self.config.dq_floats)
 
     def add_to_sums(self, tile, i, first):
-        """Add the box to the sums of step ``i`` from number ``first`` on."""
-        (block, head), where = self.tiles.place(tile, i), self.tiles.where(tile)
+        """Add the box to the sums of step ``i`` from number ``first`` on, or store it there."""
+        floats, (block, head) = self.config.dq_floats, self.tiles.place(tile, i)
+        where = self.tiles.where(tile)
         sums = self.mDQ[where.entry_q, head, where.slot_q + block, None]
-        add_floats(sums.iterator + first, self.sDQ.iterator, 4 * self.config.dq_floats)
+        target = sums.iterator + first
+        if self.config.first_stores:
+            puts = choose(tile.n_block == 0, 1, 0)
+            put_or_add_floats(target, self.sDQ.iterator, 4 * floats, puts)
+        else:
+            add_floats(target, self.sDQ.iterator, 4 * floats)
         cute.arch.cp_async_bulk_commit_group()
 
     def wait_read(self):
@@ -322,6 +431,11 @@ class MmaOps:
     thread: Int32  # in the warpgroup
     warpgroup: Int32  # among the MMA warpgroups
 
+    @property
+    def handed_out(self) -> bool:
+        """Whether dK and dV leave through the box, while the next tile begins."""
+        return self.config.handed_out
+
     def phases(self, tile):
         """Steps with a mask, then those without."""
         return self.tiles.phases(tile)
@@ -377,12 +491,21 @@ class MmaOps:
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout(shape, stride=(1, 8))), values)
         return values
 
-    def softmax(self, tile, i, s, q_slot, phase):
+    def lse(self, q_slot):
+        """This thread's part of the LSE, if registers hold it while S is multiplied."""
+        return self._columns(self.sLSE, q_slot) if self.config.ahead else None
+
+    def delta(self, do_slot):
+        """The same of D, while dP is multiplied."""
+        return self._columns(self.sD, do_slot) if self.config.ahead else None
+
+    def softmax(self, tile, i, s, q_slot, phase, lse=None):
         """P^T = exp2(scale_log2 S^T - LSE), rounded as the operand of dV; hidden pairs give 0.
 
         In place of S^T comes what dS takes of it: P^T, times the slope of the cap.
         """
-        c, S, lse = self.config, rows_of(s), self._columns(self.sLSE, q_slot)
+        c, S = self.config, rows_of(s)
+        lse = self._columns(self.sLSE, q_slot) if lse is None else lse
         place = self._place(tile, i) if phase.masked or c.alibi else None
         pairs = cute.make_tensor(self.tDVrP.iterator, cute.make_layout((2, cute.size(s) // 2)))
         pair = cute.make_rmem_tensor(2, Float32)
@@ -442,9 +565,10 @@ class MmaOps:
         """Which 64 keys of the tile are this warpgroup's."""
         return self.warpgroup
 
-    def ds(self, i, s, dp, do_slot):
+    def ds(self, i, s, dp, do_slot, delta=None):
         """dS^T = P^T (dP^T - D), times the slope of the cap, rounded as the operand of dK and, transposed, into the shared memory of step ``i``."""
-        c, P, dP, delta = self.config, rows_of(s), rows_of(dp), self._columns(self.sD, do_slot)
+        c, P, dP = self.config, rows_of(s), rows_of(dp)
+        delta = self._columns(self.sD, do_slot) if delta is None else delta
         for j in range(c.tile_m // 4):
             for r in range(2):
                 dP[r, j] = P[r, j] * (dP[r, j] - delta[j])
@@ -498,6 +622,14 @@ class MmaOps:
         r2s = self._store_copy(tiled_mma, transposed=False)
         cute.copy(r2s, r2s.retile(values), r2s.partition_D(sX))
 
+    def put_dk(self):
+        """dK (scaled), registers -> box."""
+        self._stage(self.mma_dk, self.dk_acc, self.scale, self.sDK)
+
+    def put_dv(self):
+        """dV, registers -> box."""
+        self._stage(self.mma_dv, self.dv_acc, Float32(1.0), self.sDV)
+
     def _store(self, tile, operand, sX):
         """Shared memory -> global memory."""
         where = self.tiles.where(tile)
@@ -507,16 +639,8 @@ class MmaOps:
             mX = cute.domain_offset((rows - where.stored_k, 0), mX)
         else:
             mX = operand.tensor[None, None, tile.head_kv, where.entry_k]
-        at = (tile.n_block * (self.config.tile_n // MMA_ROWS) + self.key_group(), 0)
-        gX = cute.local_tile(mX, (MMA_ROWS, cute.size(sX, mode=[1])), at)
-        tXsX, tXgX = cpasync.tma_partition(
-            operand.atom,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(sX, 0, 2),
-            cute.group_modes(gX, 0, 2),
-        )
-        cute.copy(operand.atom, tXsX, tXgX)
+        block = tile.n_block * (self.config.tile_n // MMA_ROWS) + self.key_group()
+        store_tile(operand, mX, block, sX)
 
     def wait_store(self):
         """Wait until this warp's stores have read their shared memory."""

@@ -81,12 +81,9 @@ class Place:
 class WideBackwardSm90(BackwardSm90):
     """One Hopper backward kernel for head dims above 128; see the module docstring for its pipeline."""
 
-    schedule = WideBackwardRoles
-
-    def __init__(self, config):
-        super().__init__(config)
-        if config.joint:
-            self.roles = JointBackwardRoles()
+    def _schedule(self):
+        """The role functions."""
+        return JointBackwardRoles() if self.config.joint else WideBackwardRoles()
 
     def _operands(self, tensors):
         """TMA descriptors of q, k, v, do, dk and dv."""
@@ -196,8 +193,7 @@ class WideBackwardSm90(BackwardSm90):
             first = reduce.first_warp
             if (warp >= first) & (warp < first + reduce.active_warps):
                 mine = warp - first
-                box = shared.dq[None, mine]
-                ops = WideReduceOps(c, tiles, run_time.dq, box, run_time.turns, mine, rank)
+                ops = self._reduce_ops(operands, run_time, tiles, shared, (mine, rank))
                 self.roles.reduce(ops, tiles, Inbox(mine))
         elif group == 1:
             cute.arch.setmaxregister_increase(mma_v.registers)
@@ -216,6 +212,21 @@ class WideBackwardSm90(BackwardSm90):
             ops = self._wide_ops(mmas, fields, shared, (sP, *peer), place)
             self.roles.mma_k(ops, tiles, *ends, exchange, Outbox(1))
         meet(c.ctas)
+
+    def _reduce_ops(self, operands, run_time, tiles, shared, place):
+        """Verbs of the ``reduce`` role of one warpgroup; dK and dV do not leave through it."""
+        mine, rank = place
+        stores = dict.fromkeys(("sDK", "sDV", "dk_out", "dv_out"))
+        return WideReduceOps(
+            config=self.config,
+            tiles=tiles,
+            mDQ=run_time.dq,
+            sDQ=shared.dq[None, mine],
+            mTurns=run_time.turns,
+            warpgroup=mine,
+            rank=rank,
+            **stores,
+        )
 
     def _peer_tensors(self, pointers):
         """K and dS of the other CTA in shared memory: behind its own."""

@@ -53,6 +53,8 @@ class WideBackwardConfig(BackwardFacts):
 
     # Sequences of different lengths: not built.
     cu_q = cu_k = used_q = used_k = False
+    # Nor is any of how the narrow kernel orders tiles and additions of plain calls.
+    late = handed_out = first_stores = backwards = chained = converts = False
 
     def __post_init__(self):
         for name in ("tile_d", "tile_dv"):
@@ -186,17 +188,27 @@ def choose_config(problem) -> tuple[WideBackwardConfig, tuple[str, ...]]:
     import torch
 
     tile_d, tile_dv = padded_head_dims(problem.head_dim, problem.head_dim_v)
+    joint = tile_d == MAX_HEAD_DIM and not problem.deterministic
     config = WideBackwardConfig(
         bf16=problem.dtype == torch.bfloat16,
         tile_d=tile_d,
         tile_dv=tile_dv,
         causal=problem.causal,
+        ctas=2 if joint else 1,
+        joint=joint,
         left=problem.window_left,
         right=problem.window_right,
         softcap=problem.softcap,
         alibi=problem.alibi,
         ordered=problem.deterministic,
     )
-    why = f"64 keys of each of {config.ctas} CTAs: dK or dV of so many is what a warpgroup's registers hold"
+    if joint:
+        order = "pairs of CTAs add dQ up together: half as many additions to global memory"
+    else:
+        why = "the order of sums is fixed" if tile_d == MAX_HEAD_DIM else f"head dim {tile_d}"
+        order = (
+            f"one CTA for each tile, {why}: a pair would only share loads, and wait for each other"
+        )
+    keys = "64 keys for each CTA: dK or dV of so many is what a warpgroup's registers hold"
     roomy = replace(config, do_stages=2)
-    return (roomy if roomy.fits else config), (why,)
+    return (roomy if roomy.fits else config), (keys, order)

@@ -12,8 +12,8 @@ from flash4.sm90.bwd_config import MMA_WARPGROUPS
 from flash4.sm90.bwd_ops import (
     BARRIER_STORE,
     EXCHANGE_THREADS,
-    Exchange,
     LoadOps,
+    Meeting,
     MmaOps,
     ReduceOps,
 )
@@ -29,7 +29,7 @@ BARRIER_OWN_DS = 10  # the warps of ``mma_k`` have
 
 
 @dataclass(frozen=True)
-class WideExchange(Exchange):
+class WideExchange(Meeting):
     """What the MMA warpgroups tell each other; their whole meeting is as in the narrow kernel."""
 
     def open(self, thread):

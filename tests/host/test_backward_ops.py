@@ -14,6 +14,7 @@ import flash4
 from flash4 import dispatch, launch, ops, reference
 from flash4.common.fragments import dq_place
 from flash4.common.kv_sequences import Side
+from flash4.interface import options_of
 from flash4.passes.bwd_config import FINISH, PREPARE
 from flash4.problem import AttentionProblem
 from flash4.sim.bwd_sequences import to_rows, to_slots
@@ -68,10 +69,11 @@ def prepare(config, tensors):
     check_rows(out, dout)
     n = config.cu_q + config.used_q
     lengths, optional = optional[:n], optional[n:]
-    assert len(optional) == config.ordered + config.dlse
-    dlse = optional[config.ordered :]
-    if config.ordered:
-        optional[0].zero_()
+    counters = config.turns + config.handed_out
+    assert len(optional) == counters + config.dlse
+    dlse = optional[counters:]
+    for counter in optional[:counters]:
+        counter.zero_()
     d = (out.float() * dout.float()).sum(-1).transpose(1, 2)
     d = d - dlse[0] if dlse else d
     seen, queries = lse != -torch.inf, queries_of(config, out, lengths)
@@ -80,7 +82,7 @@ def prepare(config, tensors):
         (delta, torch.where(seen, d, 0.0), 0),
     ):
         statistic.copy_(torch.from_numpy(to_slots(queries, x.numpy(), fill)))
-    sums.zero_()
+    sums.fill_(0.0 if config.zeroes else torch.nan)
 
 
 def multiply(config, tensors, numbers, section):
@@ -88,7 +90,10 @@ def multiply(config, tensors, numbers, section):
     q, k, v, dout, lse2, delta, sums, dk, dv, *optional = tensors
     check_rows(q, k, v, dout, dk, dv)
     optional = dict(zip(config.optional_tensors, optional, strict=True))
-    if config.ordered:
+    if config.handed_out:
+        workers = dict(zip(config.numbers, numbers, strict=True))["workers"]
+        assert not optional["next_tile"].any() and workers > 0
+    if config.turns:
         assert not optional["turns"].any() and optional["turns"].shape == (*sums.shape[:3], 2)
     queries, keys = (
         side_of(config, x, tile, optional.get(f"cu_seqlens_{n}"), optional.get(f"seqused_{n}"))
@@ -104,6 +109,8 @@ def multiply(config, tensors, numbers, section):
             x[of_k.entry, of_k.begin : of_k.begin + of_k.stored] = 0
         if of_k.used and of_q.used:
             multiply_sequence(config, tensors, (of_q, of_k), numbers, optional)
+    if config.converts:
+        finish(config, (sums, optional["dq_out"]), numbers[0])
 
 
 def multiply_sequence(config, tensors, places, numbers, optional):
@@ -142,7 +149,8 @@ def multiply_sequence(config, tensors, places, numbers, optional):
     padded[:, :seqlen_q, : q.shape[3]] = ds @ ks
     at_queries, at_columns = order_of_sums(config)
     mine = sums[of_q.entry, :, of_q.slot : of_q.slot + blocks]
-    mine += padded.unflatten(1, (-1, config.tile_m))[:, :, at_queries, at_columns]
+    parts = padded.unflatten(1, (-1, config.tile_m))[:, :, at_queries, at_columns]
+    mine.copy_(parts if config.first_stores else mine + parts)
 
 
 def finish(config, tensors, scale):
@@ -231,8 +239,34 @@ def test_gradients(dims, keywords):
     with stand_in() as launched:
         out = flash4.flash_attn_func(*x.three, **keywords)
         gradients = torch.autograd.grad(out, x.three, x.dout)
+    converted = dims != (72, 96)  # whose dV of 64 keys the box of dQ does not hold
+    assert launched == [PREPARE, NARROW, FINISH][: 3 - converted]
+    assert_gradients_close(gradients, x.three, x.dout, **keywords)
+
+
+@pytest.mark.parametrize(
+    "keywords", [{"window_size": (20, None)}, {"deterministic": True}], ids=str
+)
+def test_a_kernel_converts_where_no_warp_does(keywords):
+    x = Inputs.draw()
+    with stand_in() as launched:
+        out = flash4.flash_attn_func(*x.three, **keywords)
+        gradients = torch.autograd.grad(out, x.three, x.dout)
     assert launched == [PREPARE, NARROW, FINISH]
     assert_gradients_close(gradients, x.three, x.dout, **keywords)
+
+
+def test_sums_that_no_tile_begins_are_refused():
+    """Of more causal queries than keys the first see none: no tile would store what others add to."""
+    x = Inputs.draw(lengths=(90, 70))
+    options = options_of(*x.three, causal=True)
+    problem = AttentionProblem.of_call(*x.three, options)
+    plan = dispatch.plan_backward(problem, "sm_90a", WORKERS)
+    assert plan.config.converts and not plan.config.first_stores
+    config = replace(plan.config, first_stores=True)
+    launch = ops.BackwardLaunch(None, None, None, config, 1, 2, WORKERS)
+    with pytest.raises(ValueError, match="first_stores with 90 causal queries of 70 keys"):
+        ops.launch_backward(launch, x.dout, None, x.three, x.dout, None, options)
 
 
 @pytest.mark.parametrize("dims", [(136, 64), (64, 256), (192, 128), (256, 256)], ids=str)
@@ -516,8 +550,9 @@ def test_deterministic_gradients(asked):
     assert_gradients_close(gradients, x.three, x.dout, causal=True)
     configs = {call.args[0]: call.args[1] for call in get.call_args_list}
     ordered = asked in ("True", "by torch")
-    assert configs["flash4.sm90.bwd:BackwardSm90"].ordered == ordered
-    assert configs[PREPARE].ordered == ordered
+    assert configs[NARROW].ordered == ordered
+    assert configs[PREPARE].turns == configs[NARROW].turns
+    assert ordered <= configs[PREPARE].turns
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -572,7 +607,8 @@ def test_plans_explain_themselves():
     for part in ("sm90-bwd", "causal", "64 tiles of 128 keys", str(plan.workspace_bytes)):
         assert part in text
     blocks = -(-4096 // plan.config.tile_m)
-    assert plan.workspace_bytes == 4 * 2 * 16 * blocks * plan.config.tile_m * (128 + 2)
+    assert plan.config.turns
+    assert plan.workspace_bytes == 4 * 2 * 16 * blocks * (plan.config.tile_m * (128 + 2) + 2)
     assert hash(plan) == hash(flash4.explain(q, kv, kv, causal=True, backward=True))
     with pytest.raises(NotImplementedError, match="runs on sm_90a, not sm_80"):
         flash4.explain(q, kv, kv, backward=True, arch="sm_80")

@@ -78,7 +78,7 @@ EARLY = (
     "mma: swap ops.wait_mma(0) <-> q_slot.release()",
     "mma: swap exchange.sync() <-> ops.store(tile)",
     "mma: drop q_slot = q_consumer.wait_and_advance()",
-    "mma: drop outbox.acquire()",
+    "mma: drop outbox.acquire() #3",
     "reduce: drop ops.wait_read()",
 )
 

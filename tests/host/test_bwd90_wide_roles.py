@@ -35,9 +35,11 @@ KINDS = (
     (192, 192, False, True),
 )
 CONFIGS = [(shipped(*kind), *kind[:2]) for kind in KINDS]
-# Not shipped, but supported: one CTA to a tile, and two that add dQ up together.
-JOINT = replace(shipped(256, 128), joint=True, do_stages=1)
-CONFIGS += [(replace(shipped(192, 128), ctas=1), 192, 128), (JOINT, 256, 128)]
+JOINT = shipped(256, 128)
+# Not chosen, but supported: pairs of CTAs that share loads alone, and one CTA at head dim 256 without a fixed order.
+PAIRS = replace(shipped(192, 128), ctas=2)
+CONFIGS += [(JOINT, 256, 128), (PAIRS, 192, 128), (replace(JOINT, joint=False), 256, 128)]
+CONFIGS += [(replace(shipped(256, 256), joint=False, ctas=1), 256, 256)]
 
 
 def test_the_configs_cover_what_can_differ():
@@ -46,6 +48,18 @@ def test_the_configs_cover_what_can_differ():
     assert {config.do_stages for config in configs} == {1, 2}
     assert {config.ctas for config in configs} == {1, 2}
     assert {config.joint for config in configs} == {False, True}
+    assert {(config.dq_parts, config.ctas) for config in configs if not config.joint} >= {
+        (3, 1), (3, 2), (4, 1), (4, 2),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dims", [(136, 64), (192, 128), (200, 64), (256, 256), (64, 256)], ids=str)
+def test_pairs_are_chosen_where_they_add_dq_up(dims, causal, deterministic):
+    config = shipped(*dims, causal, deterministic=deterministic)
+    assert config.joint == (dims[0] > 192 and not deterministic)
+    assert config.ctas == 1 + config.joint
 
 
 @pytest.mark.parametrize("index", range(len(CONFIGS)), ids=lambda i: f"{i}-{CONFIGS[i][1:]}")
@@ -107,7 +121,7 @@ def test_caps_and_sinks(softcap, sink):
 
 def test_blocks_are_loaded_once_for_both_ctas():
     """Each CTA copies half of every block of Q into both, and its own statistics."""
-    case = Case(shipped(192, 128), 192, 128, 1, 256, 128, workers=1)
+    case = Case(PAIRS, 192, 128, 1, 256, 128, workers=1)
     arrays, _ = case.arrays()
     ((machine, _),) = wide_machines(case.config, arrays, case.options, workers=1, seed=0)
     machine.run()
@@ -127,12 +141,13 @@ def test_every_order_gives_the_same_bits_of_dk_and_dv():
         assert (dk == results[0][1]).all() and (dv == results[0][2]).all()
 
 
+@pytest.mark.parametrize("ctas", [1, 2])
 @pytest.mark.parametrize("name", WITH_TURNS)
-def test_turns_give_the_same_bits_of_dq(name):
+def test_turns_give_the_same_bits_of_dq(name, ctas):
     """Whatever the order of clusters and of their CTAs; without turns it would matter."""
     causal, window = WITH_TURNS[name]
     facts = {"window_left": window[0] is not None, "window_right": window[1] is not None}
-    config = shipped(136, 64, causal, deterministic=True, **facts)
+    config = replace(shipped(136, 64, causal, deterministic=True, **facts), ctas=ctas)
     case = Case(config, 136, 64, 1, 200, 500, 1, 2, window_size=window)
     arrays, _ = case.arrays()
     results = [

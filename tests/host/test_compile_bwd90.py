@@ -19,6 +19,7 @@ from flash4.jit.inspect import Resources, resources
 from flash4.passes.bwd_config import FINISH, PREPARE, passes_of
 from flash4.problem import AttentionProblem
 from flash4.sm90.bwd_config import MMA_WARPGROUPS, TILE_N, BackwardConfig, choose_config
+from flash4.sm90.bwd_late_roles import LateRoles
 from flash4.sm90.bwd_roles import BackwardRoles
 from flash4.sm90.fwd_config import SMEM_ALIGN, SMEM_LIMIT
 from tests.host.test_compile_fwd90 import MMA_K, SLACK, WORKERS, calls
@@ -127,8 +128,9 @@ def test_resources(name, compiled):
     assert not found.serialised, f"MMAs are serialised: {found}"
     phases = PHASES + config.left
     exponentials = config.tile_m * TILE_N // MMA_WARPGROUPS // 128 * (1 + config.softcap)
-    assert found.waits == calls(BackwardRoles.mma, phases)["wait_mma"], found
-    assert found.hgmma == phases * products(config), found
+    roles, rest = (LateRoles, TILE_N // MMA_K) if config.late else (BackwardRoles, 0)
+    assert found.waits == calls(roles.mma, phases)["wait_mma"], found
+    assert found.hgmma == phases * products(config) + rest, found  # the last dQ behind the loop
     assert found.exp2 == phases * exponentials, found
     graph = config.graph
     assert found.registers * graph.threads == graph.launch_registers >= graph.registers, found
@@ -149,12 +151,14 @@ def test_the_kernels_around_it():
     """No spills, and at least two CTAs of an SM."""
     jobs = {}
     for d, dv, dlse, lengths in (
-        (64, 64, False, {}), (96, 128, True, {}), (128, 128, True, {}),
+        (64, 64, False, {}), (96, 128, True, {}), (128, 128, True, {}), (128, 128, True, {"alibi": True}),
         (64, 64, True, PACKED), (128, 128, True, LENGTHS), (128, 128, False, {"used_q": True}),
     ):  # fmt: skip
         prepare, finish = passes_of(config_for(d, dv, **lengths), dlse)
         name = (d, dlse, *lengths)
-        jobs[*name, PREPARE], jobs[*name, FINISH] = (PREPARE, prepare), (FINISH, finish)
+        jobs[*name, PREPARE] = PREPARE, prepare
+        if finish is not None:
+            jobs[*name, FINISH] = FINISH, finish
     for name, found in compile_all(jobs).items():
         assert found.spill_loads == found.spill_stores == 0, (name, found)
         assert found.registers <= 128, (name, found)

@@ -58,11 +58,12 @@ CONFIGS = {
         (256, 128, "everything", EVERYTHING),
     )
 }
-CONFIGS["256/256 full, one CTA"] = replace(CONFIGS["256/256 full"], ctas=1)
+# Not chosen: CTAs that share loads alone, and a single one at head dim 256.
 CONFIGS |= {
-    f"{name}, joint": replace(CONFIGS[name], joint=True)
-    for name in ("256/256 full", "256/256 causal", "256/256 everything", "256/64 causal")
+    f"{name}, pairs": replace(CONFIGS[name], ctas=2, joint=False)
+    for name in ("256/256 full", "256/256 causal, turns", "256/256 everything", "192/128 causal")
 }
+CONFIGS["256/256 full, one CTA"] = replace(CONFIGS["256/256 full"], ctas=1, joint=False)
 TOO_LARGE = WideBackwardConfig(True, 256, 256, True, do_stages=2)
 
 

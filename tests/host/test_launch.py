@@ -74,7 +74,8 @@ def test_gradients_of_the_second_call(name, dims, kernel):
         for _ in range(3):
             out = flash4.flash_attn_func(*x.three, **keywords)
             found.append(torch.autograd.grad(out, x.three, x.dout))
-    assert len(launched) == 9 and launched.count(kernel) == 3
+    kinds = {kind: launched.count(kind) for kind in launched}
+    assert kinds[kernel] == 3 and len(kinds) >= 2 and set(kinds.values()) == {3}, kinds
     for gradients in found:
         assert_gradients_close(gradients, x.three, x.dout, **keywords)
         for a, b in zip(gradients, found[0], strict=True):

@@ -1,0 +1,217 @@
+"""Compare configs of the Hopper backward on a GPU: `python -m bench.tune_backward`.
+
+For every cell it times variants of the config that dispatch chooses, interleaved with the peers, prints them sorted by time,
+and writes a record with all of them. A variant is a word such as `late+handed_out+tile_m=64+swap_dq=0`: fields of the config,
+with 1 for a value by default, and `section`, heads per section of the tile order. With `--parts` it also times the three
+kernels of each variant apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench import provenance, report
+from bench.ahead import compile_ahead
+from bench.shapes import Cell, select
+from flash4.common.geometry import ceil_div
+from flash4.dispatch import BackwardPlan, plan_backward
+from flash4.passes.bwd_config import passes_of
+
+ARCH, WORKERS = "sm_90a", 132  # of an H200: to plan without a GPU
+CELLS = (
+    "d128-full-s4096-b4-h16,d128-full-s1024-b16-h16,d128-causal-s8192-b2-h16,d128-causal-s4096-b4-h16,"
+    "d128-causal-s1024-b16-h16,d64-full-s4096-b4-h32,d64-causal-s4096-b4-h32,d64-causal-s1024-b16-h32"
+)
+VARIANTS = "late,handed_out,late+handed_out,late+handed_out+chained"
+KEPT = ("name", "status", "median_us", "p10_us", "p90_us", "spread", "tflops", "error")
+
+
+def plan_of(cell: Cell, variant: str) -> BackwardPlan | None:
+    """Plan of a cell with a variant of the config that it would get; None if that is none, or does not fit."""
+    plan = plan_backward(cell.problem(), ARCH, WORKERS)
+    changes = {}
+    for word in filter(None, variant.split("+")):
+        name, _, value = word.partition("=")
+        changes[name] = int(value or 1)
+    section = changes.pop("section", plan.section)
+    kinds = {name: type(getattr(plan.config, name)) for name in changes}
+    changes = {name: kinds[name](value) for name, value in changes.items()}
+    try:
+        config = replace(plan.config, **changes)
+    except ValueError:  # not a config; those that are tried need not all be
+        return None
+    if not config.fits or config.lengths_obstacle(cell.seqlen, cell.seqlen):
+        return None
+    prepare, finish = passes_of(config, False)
+    return replace(plan, config=config, prepare=prepare, finish=finish, section=section)
+
+
+@functools.cache
+def _launch(cell: Cell, variant: str) -> Any:
+    from flash4.ops import device_facts, launch_of
+
+    plan = plan_of(cell, variant)
+    blocks = ceil_div(cell.seqlen, plan.config.tile_m)
+    return launch_of(plan, blocks, device_facts(0)[1])
+
+
+def factory(cell: Cell, variant: str, q: Any, k: Any, v: Any) -> Any:
+    """A call whose output has the variant as its backward."""
+    import torch
+
+    import flash4
+    from flash4.interface import options_of
+    from flash4.ops import launch_backward
+
+    launch, options = _launch(cell, variant), options_of(q, k, v, causal=cell.causal)
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            out, lse = flash4.flash_attn_func(q, k, v, causal=cell.causal, return_lse=True)
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out
+
+        @staticmethod
+        def backward(ctx, dout):
+            *inputs, out, lse = ctx.saved_tensors
+            return launch_backward(launch, dout, None, inputs, out, lse, options)[:3]
+
+    return functools.partial(Attention.apply, q, k, v)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A launch that remembers what it was called with, to be timed by itself."""
+
+    function: Any
+    calls: list
+
+    def __call__(self, *arguments):
+        """Launch, and remember."""
+        self.calls[:] = [arguments]
+        self.function(*arguments)
+
+
+def time_parts(cell: Cell, variant: str, seconds: float) -> dict[str, float]:
+    """Median microseconds of each of the three kernels, launched again and again."""
+    import torch
+
+    from bench.baselines import make_inputs
+    from bench.protocol import CudaDevice, Entry, measure
+
+    (inputs,) = make_inputs(cell, 1, "backward", 0)
+    launch = _launch(cell, variant)
+    names = [n for n in ("prepare", "main", "finish") if getattr(launch, n) is not None]
+    parts = {name: Part(getattr(launch, name), []) for name in names}
+    import flash4
+    from flash4.interface import options_of
+    from flash4.ops import launch_backward
+
+    tensors = (inputs.q, inputs.k, inputs.v)
+    out, lse = flash4.flash_attn_func(*tensors, causal=cell.causal, return_lse=True)
+    options = options_of(*tensors, causal=cell.causal)
+    launch_backward(replace(launch, **parts), inputs.dout, None, tensors, out, lse, options)
+    torch.cuda.synchronize()
+
+    def whole():
+        for part in parts.values():
+            part.function(*part.calls[0])
+
+    entries = [Entry("whole", (whole,))]
+    # The main kernel takes tiles from a counter that the one before it resets: time both, and subtract.
+    first = functools.partial(parts["prepare"].function, *parts["prepare"].calls[0])
+    both = [functools.partial(parts[name].function, *parts[name].calls[0]) for name in names[:2]]
+    entries += [
+        Entry("prepare", (first,)),
+        Entry("prepare+main", (lambda: [call() for call in both],)),
+    ]
+    if "finish" in parts:
+        last = functools.partial(parts["finish"].function, *parts["finish"].calls[0])
+        entries.append(Entry("finish", (last,)))
+    found = measure(entries, CudaDevice(), seconds)
+    return {name: timing.summary()["median_us"] for name, timing in found.timings.items()}
+
+
+def tune_cell(cell: Cell, variants: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
+    """Time variants on a cell; returns them with their figures, fastest first."""
+    from bench.variants import compare
+
+    made = {variant or "chosen": functools.partial(factory, cell, variant) for variant in variants}
+    budget = args.seconds * (len(made) + 2)
+    peers = [name for name in args.peers.split(",") if name]
+    found = compare(cell, made, peers=peers, direction="backward", budget_s=budget)
+    rows = [{k: record[k] for k in KEPT if k in record} for record in found]
+    for row in rows:
+        variant = "" if row["name"] == "chosen" else row["name"]
+        if args.parts and row["status"] == "ok" and variant in variants:
+            row["parts_us"] = time_parts(cell, variant, args.seconds)
+            print(f"    {row['name']:44} {row['parts_us']}", flush=True)
+    return {"cell": cell.name, "candidates": rows}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    p = argparse.ArgumentParser(prog="python -m bench.tune_backward", description=__doc__)
+    p.add_argument("--cells", default=CELLS, help="comma-separated cells and subsets")
+    p.add_argument("--variants", default=VARIANTS, help="comma-separated, beside the chosen config")
+    p.add_argument("--peers", default="fa4", help="comma-separated contenders")
+    p.add_argument("--seconds", type=float, default=0.2, help="of timing per variant and cell")
+    p.add_argument("--parts", action="store_true", help="time the kernels apart too")
+    p.add_argument("--workers", type=int, default=os.cpu_count(), help="compiling processes")
+    p.add_argument("--out", type=Path, help="where to write the JSON record")
+    return p
+
+
+def different(cell: Cell, variants: Sequence[str]) -> list[str]:
+    """Those that are a config of the cell, and not that of one before."""
+    found = {}
+    for variant in variants:
+        plan = plan_of(cell, variant)
+        if plan is not None:
+            found.setdefault((plan.kernels, plan.section), variant)
+    return list(found.values())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    args = parser().parse_args(argv)
+    by_cell = {}
+    for cell in select(args.cells):
+        by_cell[cell] = different(cell, ["", *filter(None, args.variants.split(","))])
+    keys = {
+        k: None for cell, found in by_cell.items() for v in found for k in plan_of(cell, v).kernels
+    }
+    errors = compile_ahead(list(keys), args.workers)
+    for text in errors:
+        print(text, file=sys.stderr)
+    import torch
+
+    torch.cuda.init()
+    started, revision, gpu = provenance.now(), provenance.commit(), provenance.gpu()
+    results = {
+        "started": started, "commit": revision, "versions": provenance.versions(), "gpu": gpu, "errors": errors,
+        "cells": [],
+    }  # fmt: skip
+    out = args.out or provenance.results_path(started, revision, gpu["name"], "tune-backward")
+    for cell, variants in by_cell.items():
+        results["cells"].append(tune_cell(cell, variants, args))
+        report.save(results, out)
+    print(f"written to {out}")
+    for row in results["cells"]:
+        times = {r["name"]: r.get("median_us") for r in row["candidates"] if r["status"] == "ok"}
+        peer = min((t for name, t in times.items() if name in args.peers.split(",")), default=None)
+        ratios = {name: round(peer / t, 3) for name, t in times.items()} if peer else times
+        print(f"{row['cell']:28} {ratios}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
