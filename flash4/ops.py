@@ -200,6 +200,7 @@ def _numbers(names: tuple[str, ...], options: CallOptions, scale: float) -> tupl
         "cap_scale": scale / cap if cap else None,
         "left": options.window_left,
         "right": options.window_right,
+        "cap_root": cap**0.2 if cap else None,
     }
     return tuple(values[name] for name in names)
 

@@ -1,7 +1,5 @@
 """Scalar and row arithmetic of the softmax, in CuTe. Logits are in log2 units where a name ends in ``_log2``."""
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -89,51 +87,21 @@ def tanh(x):
     return cutlass.select_(square < TANH_SERIES_END**2, x + x * factor, far)
 
 
-@dataclass(frozen=True)
-class Cap:
-    """outer tanh(inner s) of a score s, three ways: the less a score uses of its cap, the fewer instructions."""
-
-    inner: Float32  # of either sign
-    outer: Float32  # positive
-    near: tuple  # coefficients of s, s^3, s^5; Float32
-    near_end: Float32  # largest |s| for them; negative if they would leave float32
-    middle_end: Float32
-
-    @staticmethod
-    def of(inner, outer):
-        """Derive what is left from the two factors."""
-        size = cutlass.select_(inner < 0.0, -inner, inner)
-        usual = usual_factors(size, outer)
-        power, square, near = inner * outer, inner * inner, []
-        for coefficient in TANH_NEAR:
-            near.append(power * coefficient)
-            power = power * square
-        near_end = cutlass.select_(usual, TANH_NEAR_END / size, Float32(-1.0))
-        return Cap(inner, outer, tuple(near), near_end, TANH_MIDDLE_END / size)
-
-    def of_near(self, s, addend):
-        """Capped s + addend, for |s| up to ``near_end``."""
-        square = s * s
-        return s * ((self.near[2] * square + self.near[1]) * square + self.near[0]) + addend
-
-    def of_middle(self, s, addend):
-        """Capped s + addend, for |s| up to ``middle_end``."""
-        x = s * self.inner
-        square = x * x
-        factor = Float32(TANH_MIDDLE[-1])
-        for coefficient in TANH_MIDDLE[-2::-1]:
-            factor = factor * square + coefficient
-        return x * factor * self.outer + addend
-
-    def of_any(self, s, addend):
-        """Capped s + addend."""
-        return tanh(s * self.inner) * self.outer + addend
-
-
 def usual_factors(inner, outer):
     """Whether coefficients with the fifth power of ``inner`` stay in float32; numbers of the kernel or of NumPy."""
     least, most = 1 / LARGEST_FACTOR, LARGEST_FACTOR
     return (inner >= least) & (inner <= most) & (outer >= least) & (outer <= most)
+
+
+def sum_of(chains):
+    """Sum of up to four partial sums; None stands for nothing."""
+    parts = [x for x in chains if x is not None]
+    while len(parts) > 1:
+        parts = [
+            parts[i] + parts[i + 1] if i + 1 < len(parts) else parts[i]
+            for i in range(0, len(parts), 2)
+        ]
+    return parts[0]
 
 
 def largest_pair_bits(values):

@@ -18,7 +18,6 @@ from flash4.common.numerics import (
     LOG2E,
     TANH_MIDDLE,
     TANH_MIDDLE_END,
-    TANH_NEAR,
     TANH_NEAR_END,
     usual_factors,
 )
@@ -40,6 +39,15 @@ from flash4.sim.limits import check_graph
 from flash4.sim.machine import Machine
 from flash4.sim.memory import Fragment, Region, Space
 from flash4.sim.rings import End, MmaQueue, Ring, SharedRing, Turn
+from flash4.sm90.fwd_cap import (
+    BELOW,
+    NEAR_OUTER,
+    PART_COLUMNS,
+    ROOM_LOG2,
+    SMALL_OUTER,
+    TRUST_LOG2,
+    factors_of_near,
+)
 from flash4.sm90.fwd_config import (
     ELEMENT_BYTES,
     MARKS,
@@ -79,12 +87,29 @@ def cap_scores(s: np.ndarray, inner: np.float32, outer: np.float32, ways: int = 
     used = np.repeat(pairs.reshape(-1, WARP_ROWS * pairs.shape[1]).max(1), WARP_ROWS)[:, None]
     x = s * inner
     square = np.minimum(x * x, np.float32(1))  # no overflow where the others are not taken
-    near, middle = (
-        np.polynomial.polynomial.polyval(square, np.float32(c)) for c in (TANH_NEAR, TANH_MIDDLE)
-    )
+    middle = x * np.polynomial.polynomial.polyval(square, np.float32(TANH_MIDDLE)) * outer
     is_near = (used <= TANH_NEAR_END / inner) & usual_factors(inner, outer) & (ways > 1)
     is_middle = (used <= TANH_MIDDLE_END / inner) & (ways == 3)
-    return np.where(is_near, x * near, np.where(is_middle, x * middle, np.tanh(x))) * outer
+    other = np.where(is_middle, middle, np.tanh(x) * outer)
+    return np.where(is_near, near_scores(np.where(is_near, s, 0), inner, outer), other)
+
+
+def near_scores(s: np.ndarray, inner: np.float32, outer: np.float32) -> np.ndarray:
+    """Return the near polynomial of ``cap_scores`` of all scores, however large."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        k, a, b = factors_of_near(inner, outer, outer ** np.float32(0.2))
+        t = s * np.float32(k)
+        w = t * t + np.float32(a)
+        return t * (w * w + np.float32(b))
+
+
+def part_scores(s: np.ndarray, inner: np.float32, outer: np.float32) -> np.ndarray:
+    """Return outer tanh(inner s) as where the near polynomial has failed: of a large cap NaN."""
+    if outer > SMALL_OUTER:
+        return np.full_like(s, np.nan)
+    with np.errstate(over="ignore"):
+        e = np.exp2(s * (inner * np.float32(2 * LOG2E)))
+    return np.float32(1) / (e + np.float32(1)) * (np.float32(-2) * outer) + outer
 
 
 @dataclass(frozen=True)
@@ -121,6 +146,12 @@ class Call:
     def changed_scale(self) -> np.float32:
         """Factor of a score, or of the tanh that caps it, in the units of changed scores."""
         return np.float32(self.options.softcap or self.scale) * self.unit
+
+    @property
+    def trusts_near(self) -> bool:
+        """Whether blocks take the near polynomial unasked."""
+        usual = usual_factors(self.scale, self.changed_scale)
+        return bool(usual and self.changed_scale >= NEAR_OUTER)
 
     @property
     def scale_log2(self) -> np.float32:
@@ -284,6 +315,8 @@ class MmaOps:
 
     def phases(self, tile):
         """Blocks after this warpgroup's first, which is always masked; see ``ForwardConfig.phases``."""
+        if self._config.near_first:
+            tile = replace(tile, again=max(tile.again, int(not self._call.trusts_near)))
         if self._config.foresees:
             again = max(tile.again, self.worker_tiles.after_outgrown(tile, self._group))
             tile = replace(tile, again=again)
@@ -316,20 +349,27 @@ class MmaOps:
     def softmax_first(self, tile, n_block, s):
         """As ``softmax``, for the first block of a tile."""
         self._limit[:] = -np.inf
-        self.softmax(tile, n_block, s, Phase(0, 1, True))
+        self._softmax(tile, n_block, s, Phase(0, 1, True), first=True)
 
     def softmax(self, tile, n_block, s, phase):
         """Move the shift if it must; P = exp2(scale_log2 S - shift), l += rowsum P."""
-        c, scale, s = self._config, self._call.scale_log2, s.values
+        self._softmax(tile, n_block, s, phase, first=False)
+
+    def _softmax(self, tile, n_block, s, phase, first):
+        call, c, s = self._call, self._config, s.values
+        scale = call.scale_log2
         if c.negate:
             np.negative(s, out=s)
         blocks, lengths = self._call.tiles.blocks, self._call.tiles.lengths(tile)
         keys = (tile.first_block + n_block) * c.tile_n + np.arange(c.tile_n)
         shifted = phase.fixed and not phase.masked and c.changes_scores
+        if shifted and c.near_first:
+            self._near_block(s)
+            return
         if c.changes_scores:
-            self._change(
-                tile, keys, s, phase.masked, self._shift if shifted else np.zeros_like(self._shift)
-            )
+            shift = self._shift if shifted else np.zeros_like(self._shift)
+            ways = c.ways_to_cap(phase.masked, first)
+            self._change(tile, keys, s, phase.masked, shift, ways)
         if c.score_mod or c.mask_mod:
             self._apply_mods(tile, keys, s)
         if phase.masked:
@@ -339,12 +379,16 @@ class MmaOps:
                 for edge in (blocks.key_begin, blocks.key_end)
             )
             s[(keys < begins) | (keys >= ends)] = -np.inf
-        outgrown = (s.max(1) > self._limit) | np.signbit(self._limit)
+        top = s.max(1)
+        low = first and c.near_first and tile.again == 0
+        if low and call.changed_scale <= SMALL_OUTER:
+            top = np.maximum(top, call.changed_scale - np.float32(ROOM_LOG2))
+        outgrown = (top > self._limit) | np.signbit(self._limit)
         outgrown &= not phase.fixed
         move = np.repeat(outgrown.reshape(-1, WARP_ROWS).any(1), WARP_ROWS)
         old = self._shift
-        grown = move & (s.max(1) * scale > old + np.float32(c.growth_log2(tile)))
-        self._shift = np.where(grown, s.max(1) * scale, old)
+        grown = move & (top * scale > old + np.float32(c.growth_log2(tile)))
+        self._shift = np.where(grown, top * scale, old)
         finite = np.where(self._shift == -np.inf, 0, self._shift)
         limit = (self._shift + c.growth_log2(tile)) / scale
         self._limit = np.where(move, limit, self._limit)
@@ -355,7 +399,36 @@ class MmaOps:
         s[:] = np.exp2(s if shifted else s * scale - shift[:, None])
         self._total = self._total * self._correction + s.sum(1)
 
-    def _change(self, tile, keys, s, masked, shift):
+    def _near_block(self, s):
+        """P by the near polynomial, and once more, part by part and warp by warp, where a thread's sum of it is large."""
+        call, shift, keys = self._call, self._shift[:, None], 4 * PART_COLUMNS
+        for begin in range(0, s.shape[1], keys):
+            part = s[:, begin : begin + keys]
+            p = np.exp2(near_scores(part, call.scale, call.changed_scale) - shift)
+            large = self._is_large(p)
+            large = np.repeat(large.reshape(-1, WARP_ROWS).any(1), WARP_ROWS)
+            exact = part_scores(part[large], call.scale, call.changed_scale)
+            p[large] = np.exp2(exact - shift[large])
+            part[:] = p
+            self._total = self._total + p.sum(1)
+        self._correction = np.ones(len(s), np.float32)
+
+    def _is_large(self, p):
+        """Rows of which a thread's sum of P is more than P of the largest score that the near polynomial is for."""
+        sums = p.reshape(len(p), -1, 4, 2).sum((1, 3))  # of the four threads of each row
+        top = np.float32(np.tanh(TANH_NEAR_END)) * self._call.changed_scale
+        return (sums > np.exp2(top - self._shift)[:, None]).any(1)
+
+    def _near_is_right(self, tile):
+        """Rows beside whose sum it is nothing what the near polynomial made of scores far below zero."""
+        blocks = tile.n_blocks - 1 - self.unseen_blocks(tile)
+        lowest = np.float32(BELOW[0] + TRUST_LOG2) - np.float32(BELOW[1]) * self._call.changed_scale
+        with np.errstate(divide="ignore"):
+            keys = np.log2(np.float32(blocks * self._config.tile_n))
+            mean = self._shift + np.log2(self._total) - keys
+        return (mean >= lowest) | (self._total == 0)
+
+    def _change(self, tile, keys, s, masked, shift, ways):
         """S = scale S, or its cap, minus ALiBi's slope |p - j| and a shift; see ``changed_scale`` for units."""
         call, c, addend = self._call, self._config, -shift[:, None]
         if c.alibi:
@@ -371,7 +444,7 @@ class MmaOps:
                 addend = addend - slope * np.abs(distance)
             addend = addend.astype(np.float32)
         if c.softcap:
-            s[:] = cap_scores(s, call.scale, call.changed_scale, c.ways_to_cap(masked)) + addend
+            s[:] = cap_scores(s, call.scale, call.changed_scale, ways) + addend
         else:
             s[:] = s * call.changed_scale + addend
 
@@ -435,8 +508,11 @@ class MmaOps:
     def _mark(self, tile, exists):
         """Have a tile worked on again that has a row which cannot be trusted."""
         c, trusted = self._config, self._total[exists] <= 2.0**TRUSTED_LOG2
+        if c.near_first:
+            trusted &= self._near_is_right(tile)[exists]
         wave = self.worker_tiles.wave(tile) if c.foresees else 0
-        looked = tile.again > 0 or c.foresees and self.worker_tiles.noted(self._group) >= wave
+        looked = tile.again > 0 or c.near_first and not self._call.trusts_near
+        looked = looked or c.foresees and self.worker_tiles.noted(self._group) >= wave
         if not looked and not trusted.all():
             self.worker_tiles.mark(tile, 1)
             self._note_outgrown(tile)

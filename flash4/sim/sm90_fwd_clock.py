@@ -221,7 +221,7 @@ def _score_changes(chip, config, elements, masked, fixed) -> Work:
     """
     fma, alu = float(config.negate and not config.changes_scores), 0.0
     if config.softcap:
-        fma, alu = 4.5, 0.25
+        fma, alu = (4.0, 0.0) if config.near_first and fixed and not masked else (4.5, 0.25)
     elif config.changes_scores:
         fma = 1.0
     if config.alibi:

@@ -30,7 +30,7 @@ from cutlass.tensor_utils import LayoutEnum
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.handout import GivenDense, GivenTiles, ToldDense, ToldTiles
 from flash4.common.mods import AUX, decode_aux
-from flash4.common.numerics import LOG2E, Cap, Divisor, opaque
+from flash4.common.numerics import LOG2E, Divisor, opaque
 from flash4.common.tiles import Divisors, Grid, TileSchedule, workers_of
 from flash4.common.tma_views import (
     packed_view,
@@ -41,6 +41,7 @@ from flash4.common.tma_views import (
     rows_of_entry,
 )
 from flash4.common.varlen import Sequences, VarlenSchedule
+from flash4.sm90.fwd_cap import Cap
 from flash4.sm90.fwd_config import (
     DENSE_WORDS,
     MARK_WORDS,
@@ -67,7 +68,7 @@ class RunTime:
 
     lse: cute.Tensor  # (B, H, Sq), float32
     scale: Float32  # factor of a score, or of the tanh that caps it; in log2 units unless the config is natural
-    cap: object  # numerics.Cap
+    cap: object  # Cap
     left: object  # sides of the window, Int32
     right: object
     sink: object  # (H,), float32
@@ -141,8 +142,8 @@ class ForwardSm90:
         }
         optional |= {f"{AUX}{i}": self._fake_aux(*kind) for i, kind in enumerate(decode_aux(c.aux))}
         tensors += tuple(optional[name] for name in self.config.optional_tensors)
-        types = {"scale": Float32, "cap_scale": Float32, "left": Int32, "right": Int32}
-        numbers = tuple(types[name](1) for name in self.config.numbers)
+        sides = ("left", "right")
+        numbers = tuple(Int32(1) if name in sides else Float32(1) for name in c.numbers)
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
         return (tensors, numbers, Int32(1), Int32(1), stream)
 
@@ -214,7 +215,7 @@ class ForwardSm90:
         run_time = RunTime(
             lse=lse,
             scale=scale,
-            cap=self._cap(numbers["cap_scale"], scale) if c.softcap else None,
+            cap=self._cap(numbers, scale) if c.softcap else None,
             left=numbers.get("left"),
             right=numbers.get("right"),
             sink=optional.get("sink"),
@@ -237,9 +238,11 @@ class ForwardSm90:
             min_blocks_per_mp=1,
         )
 
-    def _cap(self, cap_scale, scale):
+    def _cap(self, numbers, scale):
         """The cap of scores; a negative scale is that of what is within."""
-        return Cap.of(-cap_scale if self.config.negate else cap_scale, scale)
+        inner = -numbers["cap_scale"] if self.config.negate else numbers["cap_scale"]
+        root = numbers["cap_root"] * (1.0 if self.config.natural else LOG2E**0.2)
+        return Cap.of(inner, scale, root)
 
     def _aux(self, optional):
         """Tensors that mods read, or None."""

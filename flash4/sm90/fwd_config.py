@@ -198,14 +198,25 @@ class ForwardConfig:
         """Verbs scale scores one by one, unless natural in log2 units, since they change them on the way."""
         return self.softcap or self.alibi or self.natural
 
-    def ways_to_cap(self, masked: bool) -> int:
-        """Ways to cap scores, of ``numerics.Cap``: all 3, or the first and the last, or the last alone.
+    def ways_to_cap(self, masked: bool, first: bool = False) -> int:
+        """Ways to cap scores, of ``fwd_cap.Cap``: all 3, or the first and the last, or the last alone.
 
-        Blocks with a mask are few, and without a fixed shift so are registers: one way more spills.
+        Blocks with a mask are few, and without a fixed shift so are registers: one way more spills. Beside P of a part
+        only a tile's first block has two.
         """
-        if self.alibi and not self.fixed_shift:
+        if self.alibi and not self.fixed_shift or self.near_first and masked and not first:
             return 1
         return 2 if masked or self.mma_warpgroups > 2 and not self.fixed_shift else 3
+
+    @property
+    def near_first(self) -> bool:
+        """Caps with a near polynomial take it unasked in blocks with a fixed shift and no mask; see ``fwd_cap``.
+
+        Not with slopes, as the limit by which it is judged would move with each key, and not for wide heads, whose O
+        leaves no registers for it.
+        """
+        narrow = max(self.tile_d, self.tile_dv) <= 128
+        return self.softcap and self.fixed_shift and narrow and not self.alibi
 
     @property
     def may_hide_any(self) -> bool:
@@ -252,9 +263,15 @@ class ForwardConfig:
     def numbers(self) -> tuple[str, ...]:
         """Numbers that the launch takes, in order.
 
-        ``scale`` is the factor of a score, or the cap; ``cap_scale`` the factor of a score within the cap.
+        ``scale`` is the factor of a score, or the cap; ``cap_scale`` the factor of a score within the cap,
+        ``cap_root`` the fifth root of the cap.
         """
-        given = {"cap_scale": self.softcap, "left": self.left, "right": self.right}
+        given = {
+            "cap_scale": self.softcap,
+            "left": self.left,
+            "right": self.right,
+            "cap_root": self.softcap,
+        }
         return ("scale", *(name for name, present in given.items() if present))
 
     @property
@@ -546,6 +563,8 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
     wide, cut = max(tile_d, tile_dv), problem.causal or problem.window_right
     may_fix = shift_obstacle(problem, problem.dtype == torch.bfloat16) is None
     mods = problem.score_mod or problem.mask_mod
+    if problem.softcap and may_fix and not problem.alibi and wide <= 128:
+        return _tile_of_near_cap(wide, cut, problem.window_left or problem.varlen)
     # Four warpgroups have few registers: one of these at a time.
     crowded = problem.softcap + problem.alibi + problem.window_left > 1
     if wide == 64 and not (mods or crowded):
@@ -571,6 +590,18 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
     limit = "registers" if tile["tile_n"] == by_registers else "shared memory"
     dims = f"head dims {tile_d}/{tile_dv}"
     return tile, f"{tile['tile_n']} keys per block: what {limit} can hold beside {dims}"
+
+
+def _tile_of_near_cap(wide, cut, short) -> tuple[dict, str]:
+    """As ``choose_tile``, of caps whose near polynomial is taken unasked: P of a part needs registers beside S."""
+    if wide <= 96:
+        why = "capped scores: three warpgroups, as four have no registers to judge them"
+        return {"tile_m": 192, "tile_n": 64, "stages": 3, "settle": 12, "skip": cut}, why
+    if short:
+        why = "capped scores: short blocks, beside a left window or what finds sequences"
+        return {"tile_m": 128, "tile_n": 64, "stages": 4, "settle": 12, "skip": cut}, why
+    why = "capped scores: 128 keys per block, judged in two parts"
+    return {"tile_m": 128, "tile_n": 128, "stages": 2, "settle": 12}, why
 
 
 def choose_pack(problem, tile_m: int) -> tuple[int, str]:

@@ -17,6 +17,7 @@ from flash4.common.geometry import imax, imin
 from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E
 from flash4.common.tma_views import WRAP
+from flash4.sm90.fwd_cap import PART_COLUMNS, cap_scores, near_exponentials, replace_scores
 from flash4.sm90.fwd_config import MMA_ROWS, PASSES, TRUSTED_LOG2, ForwardConfig
 from flash4.sm90.fwd_ends import RingOperand, slot_steps
 
@@ -255,12 +256,14 @@ def with_sink(shift_log2, total, sink):
     return lse, shrink * cute.arch.rcp_approx(total)
 
 
-def move_shifts(S, state, scales_log2, growth_log2):
+def move_shifts(S, state, scales_log2, growth_log2, floor=None):
     """Exact row maxima over the four threads that share a row, then ``move_shift``."""
     for r in range(2):
         row_max = cute.arch.warp_reduction_max(
             numerics.max_float(row_values(S, r)), threads_in_group=4
         )
+        if floor is not None:
+            row_max = cute.arch.fmax(row_max, floor)
         move_shift(state, r, row_max, scales_log2, growth_log2)
 
 
@@ -316,35 +319,6 @@ class Roof:
         return -self.slope * cute.math.absf(self.distance - column) - self.shift
 
 
-@cute.jit
-def cap_scores(S: cute.Tensor, cap, addends, ways: cutlass.Constexpr):
-    """Capped S plus addends, for a warp at a time in the cheapest of two or three ways that its largest score allows."""
-    used = numerics.largest_pair_bits(row_values(S, 0) + row_values(S, 1))
-    if cute.arch.vote_any_sync(used > numerics.float_bits(cap.near_end)):
-        if cutlass.const_expr(ways == 2):
-            replace_scores(S, cap.of_any, addends)
-        else:
-            cap_large_scores(S, cap, addends, used)
-    else:
-        replace_scores(S, cap.of_near, addends)
-
-
-@cute.jit
-def cap_large_scores(S: cute.Tensor, cap, addends, used):
-    """As ``cap_scores``, of the two ways for scores that are not near zero; ``used`` is what decides."""
-    if cute.arch.vote_any_sync(used > numerics.float_bits(cap.middle_end)):
-        replace_scores(S, cap.of_any, addends)
-    else:
-        replace_scores(S, cap.of_middle, addends)
-
-
-def replace_scores(S, function, addends):
-    """S = function(S, addend)."""
-    for r in range(2):
-        for j in range(cute.size(S) // 2):
-            S[r, j] = function(S[r, j], addends[r].at(j))
-
-
 @dataclass(frozen=True)
 class MmaOps:
     """Verbs of the ``mma`` role; every tensor is this warpgroup's or this thread's part."""
@@ -360,7 +334,7 @@ class MmaOps:
     state: RowState
     tiles: object  # TileSchedule, or ToldTiles
     worker_tiles: object  # Tiles, or ToldTiles
-    cap: object  # numerics.Cap, or None
+    cap: object  # Cap, or None
     scale: Float32  # factor of a score without a cap, signed; in log2 units unless the config is natural
     scale_log2: Float32  # factor of what softmax takes
     inv_scale_log2: Float32
@@ -391,6 +365,9 @@ class MmaOps:
 
     def phases(self, tile):
         """Blocks after this warpgroup's first, which is always masked; see ``ForwardConfig.phases``."""
+        if self.config.near_first:
+            exact = cutlass.select_(self.cap.trusts_near, Int32(0), Int32(1))
+            tile = replace(tile, again=imax(tile.again, exact))
         if self.config.foresees:  # asked before any of the warpgroup notes anything about this tile
             guess = self.worker_tiles.after_outgrown(tile, self.local_warpgroup)
             tile = replace(tile, again=imax(tile.again, guess))
@@ -478,11 +455,12 @@ class MmaOps:
                     seen = seen & (column >= hidden)
                 S[r, j] = cutlass.select_(seen, S[r, j], -Float32.inf)
 
-    def _prepare(self, tile, n_block, S, masked):
+    def _prepare(self, tile, n_block, S, masked, first=False):
         """Negate for a negative scale, or change scores, then mask."""
         c = self.config
         if c.changes_scores:
-            self._change(S, self._addends(tile, n_block, masked, (0.0, 0.0)), masked)
+            ways = c.ways_to_cap(masked, first)
+            self._change(S, self._addends(tile, n_block, masked, (0.0, 0.0)), ways)
         elif c.negate:
             for i in range(cute.size(S)):
                 S[i] = -S[i]
@@ -512,14 +490,14 @@ class MmaOps:
                 addends.append(Roof(self.slopes[r], Float32(distance), shifts[r]))
         return tuple(addends)
 
-    def _change(self, S, addends, masked):
+    def _change(self, S, addends, ways):
         """S = scale S, or its cap, plus the addends; in log2 units unless the config is natural."""
         if not self.config.softcap:
             replace_scores(S, lambda s, addend: s * self.scale + addend, addends)
-        elif self.config.ways_to_cap(masked) == 1:
+        elif ways == 1:
             replace_scores(S, self.cap.of_any, addends)
         else:
-            cap_scores(S, self.cap, addends, self.config.ways_to_cap(masked))
+            cap_scores(S, self.cap, addends, ways)
 
     def _apply_mods(self, tile, n_block, S):
         """S = score_mod(S), and -inf where mask_mod hides a key; see ``flash_attn_func`` for what they are given."""
@@ -549,22 +527,47 @@ class MmaOps:
     def softmax_first(self, tile, n_block, s):
         """As ``softmax``, for the first block of a tile."""
         S = rows_of(s)
-        self._prepare(tile, n_block, S, True)
-        move_shifts(S, self.state, self._scales_log2, self._growth_log2(tile))
+        self._prepare(tile, n_block, S, True, first=True)
+        floor = None
+        if self.config.near_first:  # rows far below it are worked on again, without
+            floor = cutlass.select_(tile.again == 0, self.cap.floor, -Float32.inf)
+        move_shifts(S, self.state, self._scales_log2, self._growth_log2(tile), floor)
         self._exponentials(S, True)
 
     def softmax(self, tile, n_block, s, phase):
         """Move the shift if it must and may; P = exp2(scale_log2 S - shift), l += rowsum P."""
         S, c, shifts = rows_of(s), self.config, self.state.shift_log2
         if phase.fixed and not phase.masked and c.changes_scores:  # with the shift, which is known
-            self._change(S, self._addends(tile, n_block, False, (shifts[0], shifts[1])), False)
+            if c.near_first:
+                self._near_block(S)
+                return
+            addends = self._addends(tile, n_block, False, (shifts[0], shifts[1]))
+            self._change(S, addends, c.ways_to_cap(False))
             self._exponentials(S, False, shifted=True)
             return
         self._prepare(tile, n_block, S, phase.masked)
         if not phase.fixed:
             self.state.correction.fill(1.0)
+            if c.near_first:  # worked out anew: few blocks come here, and the others lack registers
+                for r in range(2):
+                    self.state.limit[r] = (shifts[r] + self._growth_log2(tile)) * self.inv_scale_log2
             self._move_outgrown(tile, S, phase.unfixed)
         self._exponentials(S, phase.masked)
+
+    def _near_block(self, S):
+        """P in place of S, and its row sums, part by part: each is judged for itself."""
+        c, state, columns = self.config, self.state, self.config.tile_n // 4
+        shifts = (state.shift_log2[0], state.shift_log2[1])
+        for begin in range(0, columns, PART_COLUMNS):
+            size = min(PART_COLUMNS, columns - begin)
+            P = rows_of(cute.make_rmem_tensor(2 * size, Float32))
+            sums = cute.make_rmem_tensor(2, Float32)
+            settle_at = 0 if begin else 2 * columns * c.settle // 64
+            near_exponentials(S, P, sums, self.cap, begin, shifts, settle_at)
+            for r in range(2):
+                state.total[r] = state.total[r] + sums[r]
+                for j in range(size):
+                    S[r, begin + j] = P[r, j]
 
     @cute.jit
     def _move_outgrown(self, tile, S: cute.Tensor, unfixed: cutlass.Constexpr):
@@ -577,6 +580,8 @@ class MmaOps:
     def _is_unlooked(self, tile):
         """Whether the shift of a tile that is through was fixed; where another warp has marked it, False will do too."""
         unlooked = tile.again == 0
+        if self.config.near_first:
+            unlooked = unlooked & self.cap.trusts_near
         if self.config.foresees:
             noted = self.worker_tiles.noted(self.local_warpgroup)
             unlooked = unlooked & (noted < self.worker_tiles.wave(tile))
@@ -610,12 +615,11 @@ class MmaOps:
                 chain = chains[r][j % 4]
                 chains[r][j % 4] = p if chain is None else chain + p
                 if settle_at and r * columns + j + 1 == settle_at:
-                    numerics.settle(
-                        sum_of(chains[0]) if r == 0 else sum_of(chains[0]) + sum_of(chains[1])
-                    )
+                    so_far = [numerics.sum_of(chain) for chain in chains]
+                    numerics.settle(so_far[0] if r == 0 else so_far[0] + so_far[1])
         for r in range(2):
             # Block by block: single terms would vanish beside the total of a long row.
-            state.total[r] = state.total[r] + sum_of(chains[r])
+            state.total[r] = state.total[r] + numerics.sum_of(chains[r])
 
     def convert_p(self, s):
         """Round P to 16 bit into the A operand of P V; the element order of S is that of the operand."""
@@ -679,11 +683,21 @@ class MmaOps:
                 mLSE[place.batch_q, head, place.row_q + query] = lse
             if cutlass.const_expr(c.fixed_shift):
                 judged = exists & (not unused) if cutlass.const_expr(c.varlen) else exists
-                if judged & (not (total <= 2.0**TRUSTED_LOG2)) & self._is_unlooked(tile):
+                trusted = total <= 2.0**TRUSTED_LOG2
+                if cutlass.const_expr(c.near_first):
+                    trusted = trusted & (empty | self._near_is_right(tile, r, total))
+                if judged & (not trusted) & self._is_unlooked(tile):
                     self.worker_tiles.mark(tile, 1)
                     self._note_outgrown(tile)
                 elif judged & (not finite) & (tile.again < PASSES):
                     self.worker_tiles.mark(tile, PASSES)
+
+    def _near_is_right(self, tile, r, total):
+        """Whether what the near polynomial made of scores far below zero is nothing beside the row's sum."""
+        mean_log2 = self.state.shift_log2[r] + cute.math.log2(total, fastmath=True)
+        blocks = tile.n_blocks - 1 - self.unseen_blocks(tile)  # none: log2 gives -inf
+        keys = Float32(blocks * self.config.tile_n)
+        return mean_log2 - cute.math.log2(keys, fastmath=True) >= self.cap.lowest
 
     @cute.jit
     def _store_o(self, tile, place):
@@ -746,14 +760,3 @@ class MmaOps:
     def wait_store(self):
         """Wait until this warp's stores have read their shared memory."""
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-
-def sum_of(chains):
-    """Sum of up to four partial sums; None stands for nothing."""
-    parts = [x for x in chains if x is not None]
-    while len(parts) > 1:
-        parts = [
-            parts[i] + parts[i + 1] if i + 1 < len(parts) else parts[i]
-            for i in range(0, len(parts), 2)
-        ]
-    return parts[0]

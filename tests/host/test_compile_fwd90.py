@@ -119,6 +119,12 @@ def with_features() -> dict[str, ForwardConfig]:
     named["64/64 window causal, left"] = config_for(64, 64, **WINDOWS["causal, left"])
     named["128/128 full, cap"] = config_for(128, 128, softcap=True)
     named["64/64 causal, cap"] = config_for(64, 64, True, softcap=True)
+    named["96/96 causal, cap"] = config_for(96, 96, True, softcap=True)
+    named["128/128 window right, cap"] = config_for(128, 128, softcap=True, **WINDOWS["right"])
+    named["128/128 causal, cap, packed"] = config_for(
+        128, 128, True, softcap=True, cu_q=True, cu_k=True, pack=4
+    )
+    named["192/192 causal, cap"] = config_for(192, 192, True, softcap=True)
     named["128/128 causal, cap"] = config_for(128, 128, True, softcap=True)
     named["192/128 causal, cap"] = config_for(192, 128, True, softcap=True)
     named["128/128 causal, alibi"] = config_for(128, 128, True, alibi=True)
@@ -215,6 +221,8 @@ def expected(config: ForwardConfig) -> dict[str, int]:
         "exp2": (verbs["softmax_first"] + verbs["softmax"]) * exponentials
         + 4 * config.sink
         + again
+        # A part of a block may be done again, and has a limit for each row.
+        + later * config.near_first * (config.tile_n * MMA_ROWS // 128 + 2)
         - 2 * later * config.fixed_shift,  # nothing to correct in those phases
     }
 

@@ -510,8 +510,10 @@ def test_new_sizes_of_features_ask_for_no_new_kernel():
                 learnable_sink=torch.full((2,), float(sink)),
             )  # fmt: skip
     assert len({launch.config for launch in launches}) == 1
-    assert [launch.numbers[2:] for launch in launches] == [(3, 4), (0, 9), (10**6, 1)]
+    assert [launch.numbers[2:4] for launch in launches] == [(3, 4), (0, 9), (10**6, 1)]
     assert [launch.numbers[0] for launch in launches] == [5.0, 0.1, 1e6]
+    roots = [launch.numbers[4] ** 5 for launch in launches]
+    assert roots == pytest.approx([5.0, 0.1, 1e6], rel=1e-9)
     assert [launch.tensors[5][0].item() for launch in launches] == [0.5, -3.0, 0.0]
 
 
