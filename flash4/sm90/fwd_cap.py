@@ -59,7 +59,9 @@ class Cap:
     inner: Float32  # of either sign
     outer: Float32  # positive
     factors: tuple  # see ``factors_of_near``
-    near_end: Float32  # largest |s| for the near polynomial; negative if its factors would leave float32
+    near_end: (
+        Float32  # largest |s| for the near polynomial; negative if its factors would leave float32
+    )
     middle_end: Float32
     near_top: Float32  # capped score at ``near_end``
     lowest: Float32  # see above

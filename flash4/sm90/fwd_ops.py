@@ -550,7 +550,9 @@ class MmaOps:
             self.state.correction.fill(1.0)
             if c.near_first:  # worked out anew: few blocks come here, and the others lack registers
                 for r in range(2):
-                    self.state.limit[r] = (shifts[r] + self._growth_log2(tile)) * self.inv_scale_log2
+                    self.state.limit[r] = (
+                        shifts[r] + self._growth_log2(tile)
+                    ) * self.inv_scale_log2
             self._move_outgrown(tile, S, phase.unfixed)
         self._exponentials(S, phase.masked)
 

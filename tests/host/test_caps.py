@@ -70,7 +70,9 @@ def test_warps_choose_for_themselves():
     assert np.isnan(got).sum() == 1 and (got[WARP_ROWS:] == near[WARP_ROWS:]).all()
 
 
-CAPS = np.float64(LOG2E) * np.concatenate([[20.0, 25, 30, 40, 50, 55, 60, 100, 500], 10.0 ** np.arange(3, 6.1, 0.5)])
+CAPS = np.float64(LOG2E) * np.concatenate(
+    [[20.0, 25, 30, 40, 50, 55, 60, 100, 500], 10.0 ** np.arange(3, 6.1, 0.5)]
+)
 
 
 def near(x):

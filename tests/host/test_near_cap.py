@@ -126,7 +126,9 @@ def without(name, value):
     return mock.patch.object(sm90_fwd.MmaOps, name, value)
 
 
-@pytest.mark.parametrize("kind", ["wide", "all above"])  # sums of the wider ones are not trusted anyway
+@pytest.mark.parametrize(
+    "kind", ["wide", "all above"]
+)  # sums of the wider ones are not trusted anyway
 def test_the_judge_of_large_scores_matters(kind):
     def none(self, p):
         return np.zeros(len(p), bool)
