@@ -156,15 +156,22 @@ def tma_load(atom, gX, sX, slot, share=(0, 1)):
     cute.copy(atom, tXgX, tXsX[None, slot.index], tma_bar_ptr=slot.barrier, **mask)
 
 
+def steps_of(operand):
+    """One operand for each K step of a WGMMA: a list as it is, a tensor by its last mode."""
+    if isinstance(operand, list | tuple):
+        return operand
+    return [operand[None, None, k] for k in range(cute.size(operand.shape[2]))]
+
+
 def issue_mma(tiled_mma, acc, a, b, accumulate):
-    """Issue acc (+)= a b as one group of WGMMAs, asynchronously; a and b are lists of their operands.
+    """Issue acc (+)= a b as one group of WGMMAs, asynchronously; a and b are lists of their operands, or tensors.
 
     The atom is made afresh: setting ACCUMULATE rebinds its value inside the current region only.
     """
     warpgroup.fence()
     atom = cute.make_mma_atom(tiled_mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-    for a_step, b_step in zip(a, b, strict=True):
+    for a_step, b_step in zip(steps_of(a), steps_of(b), strict=True):
         cute.gemm(atom, acc, a_step, b_step, acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()

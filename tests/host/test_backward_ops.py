@@ -18,6 +18,7 @@ from flash4.interface import options_of
 from flash4.passes.bwd_config import FINISH, PREPARE
 from flash4.problem import AttentionProblem
 from flash4.sim.bwd_sequences import to_rows, to_slots
+from flash4.sm90 import bwd_config
 from tests import strategies
 from tests.checks import assert_gradients_close
 from tests.host.test_dispatch import LAYOUTS, run_reference, stand_in_gpu
@@ -232,14 +233,23 @@ KEYWORDS = (
 )
 
 
+def choose_converting(config, problem, choose=bwd_config.choose_order):
+    """As ``choose_order``, and a warp converts dQ where tiles are handed out."""
+    fields, reasons = choose(config, problem)
+    return {**fields, "converts": True} if fields else {}, reasons
+
+
+@pytest.mark.parametrize("converts", [False, True])
 @pytest.mark.parametrize("keywords", KEYWORDS, ids=str)
 @pytest.mark.parametrize("dims", [(40, 24), (64, 64), (72, 96), (128, 128), (128, 8)], ids=str)
-def test_gradients(dims, keywords):
+def test_gradients(dims, keywords, converts, monkeypatch):
     x = Inputs.draw(dims=dims)
+    if converts:
+        monkeypatch.setattr(bwd_config, "choose_order", choose_converting)
     with stand_in() as launched:
         out = flash4.flash_attn_func(*x.three, **keywords)
         gradients = torch.autograd.grad(out, x.three, x.dout)
-    converted = dims != (72, 96)  # whose dV of 64 keys the box of dQ does not hold
+    converted = converts and dims != (72, 96)  # whose dV of 64 keys the box of dQ does not hold
     assert launched == [PREPARE, NARROW, FINISH][: 3 - converted]
     assert_gradients_close(gradients, x.three, x.dout, **keywords)
 
@@ -262,7 +272,7 @@ def test_sums_that_no_tile_begins_are_refused():
     options = options_of(*x.three, causal=True)
     problem = AttentionProblem.of_call(*x.three, options)
     plan = dispatch.plan_backward(problem, "sm_90a", WORKERS)
-    assert plan.config.converts and not plan.config.first_stores
+    assert plan.config.handed_out and not plan.config.first_stores
     config = replace(plan.config, first_stores=True)
     launch = ops.BackwardLaunch(None, None, None, config, 1, 2, WORKERS)
     with pytest.raises(ValueError, match="first_stores with 90 causal queries of 70 keys"):
@@ -607,8 +617,8 @@ def test_plans_explain_themselves():
     for part in ("sm90-bwd", "causal", "64 tiles of 128 keys", str(plan.workspace_bytes)):
         assert part in text
     blocks = -(-4096 // plan.config.tile_m)
-    assert plan.config.turns
-    assert plan.workspace_bytes == 4 * 2 * 16 * blocks * (plan.config.tile_m * (128 + 2) + 2)
+    assert not plan.config.turns  # they would be two more numbers a block
+    assert plan.workspace_bytes == 4 * 2 * 16 * blocks * plan.config.tile_m * (128 + 2)
     assert hash(plan) == hash(flash4.explain(q, kv, kv, causal=True, backward=True))
     with pytest.raises(NotImplementedError, match="runs on sm_90a, not sm_80"):
         flash4.explain(q, kv, kv, backward=True, arch="sm_80")

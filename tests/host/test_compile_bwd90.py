@@ -8,6 +8,7 @@ import multiprocessing
 import tempfile
 import warnings
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from flash4.problem import AttentionProblem
 from flash4.sm90.bwd_config import MMA_WARPGROUPS, TILE_N, BackwardConfig, choose_config
 from flash4.sm90.bwd_late_roles import LateRoles
 from flash4.sm90.bwd_roles import BackwardRoles
-from flash4.sm90.fwd_config import SMEM_ALIGN, SMEM_LIMIT
+from flash4.sm90.fwd_config import MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT
 from tests.host.test_compile_fwd90 import MMA_K, SLACK, WORKERS, calls
 
 LIMITS = Path(__file__).with_name("bwd90_limits.json")
@@ -88,6 +89,13 @@ CONFIGS |= {
             if d == dv or d + dv > 192
         ),
     )
+}
+# Built, but chosen by nobody yet.
+CONFIGS |= {
+    f"{name}, converts": replace(
+        CONFIGS[name], converts=True, ahead=CONFIGS[name].tile_m == MMA_ROWS
+    )
+    for name in ("64/64 full", "64/64 causal", "128/128 full", "128/128 causal")
 }
 TOO_LARGE = BackwardConfig(True, 128, 128, 96, True, swap_dq=True)
 
