@@ -506,18 +506,25 @@ class MmaOps:
             self._store_part(o, exists, (place.batch_q, query, head[exists]), part)
 
     def _mark(self, tile, exists):
-        """Have a tile worked on again that has a row which cannot be trusted."""
-        c, trusted = self._config, self._total[exists] <= 2.0**TRUSTED_LOG2
-        if c.near_first:
-            trusted &= self._near_is_right(tile)[exists]
+        """Have a tile worked on again that has a row which cannot be trusted; warp by warp, as one sees others' notes."""
+        trusted = self._total <= 2.0**TRUSTED_LOG2
+        if self._config.near_first:
+            trusted &= self._near_is_right(tile)
+        finite = np.isfinite(self._o.values).all(1)
+        for first in range(0, MMA_ROWS, MMA_ROWS // 4):
+            rows = np.flatnonzero(exists[first : first + MMA_ROWS // 4]) + first
+            self._mark_rows(tile, trusted[rows], finite[rows])
+
+    def _mark_rows(self, tile, trusted, finite):
+        c = self._config
         wave = self.worker_tiles.wave(tile) if c.foresees else 0
         looked = tile.again > 0 or c.near_first and not self._call.trusts_near
         looked = looked or c.foresees and self.worker_tiles.noted(self._group) >= wave
-        if not looked and not trusted.all():
+        again = ~trusted & (~finite & (tile.again == 0) | (not looked))
+        if again.any():
             self.worker_tiles.mark(tile, 1)
             self._note_outgrown(tile)
-        finite = np.isfinite(self._o.values[exists]).all(1)
-        if tile.again < PASSES and not finite[trusted | looked].all():
+        if tile.again < PASSES and not finite[~again].all():
             self.worker_tiles.mark(tile, PASSES)
 
     def _note_outgrown(self, tile):

@@ -695,7 +695,10 @@ class MmaOps:
                 trusted = total <= 2.0**TRUSTED_LOG2
                 if cutlass.const_expr(c.near_first):
                     trusted = trusted & (empty | self._near_is_right(tile, r, total))
-                if judged & (not trusted) & self._is_unlooked(tile):
+                # What is not finite for a shift that was fixed need not be once it moves, in pass 1; and if another warp's
+                # note hides that it was fixed.
+                unlooked = self._is_unlooked(tile) | ((not finite) & (tile.again == 0))
+                if judged & (not trusted) & unlooked:
                     self.worker_tiles.mark(tile, 1)
                     self._note_outgrown(tile)
                 elif judged & (not finite) & (tile.again < PASSES):

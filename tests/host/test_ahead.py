@@ -55,7 +55,9 @@ def test_every_kernel_of_the_calls_is_compiled_once(folder, compiled):
     ((keys, _),) = compiled
     assert len(keys) == len(set(keys)) == done.compiled == len(done.kernels) and not done.failed
     kernels = [kernel.rpartition(":")[2] for kernel, *_ in keys]
-    assert sorted(kernels) == sorted(["ForwardSm90", "BackwardSm90"] * 2 + ["FinishBackward", "PrepareBackward"])
+    assert sorted(kernels) == sorted(
+        ["ForwardSm90", "BackwardSm90"] * 2 + ["FinishBackward", "PrepareBackward"]
+    )
     for one in calls:
         given = {name: x for name, x in one.items() if name != "return_lse"}
         plan = flash4.explain(**given)
@@ -85,7 +87,11 @@ def test_blackwell_without_a_gpu(folder, compiled):
     ("calls", "given", "message"),
     [
         ([call()], {}, "no GPU: name the target"),
-        ([call()], {"arch": "sm_70"}, r"supported are \['sm_100a', 'sm_103a', 'sm_110a', 'sm_90a'\]"),
+        (
+            [call()],
+            {"arch": "sm_70"},
+            r"supported are \['sm_100a', 'sm_103a', 'sm_110a', 'sm_90a'\]",
+        ),
         ([{"q": 1}], {"arch": "sm_90a"}, "lacks q, k, v"),
         ([call()], {"arch": "sm_90a", "workers": 0}, "at least 1"),
         ([call()], {"arch": "sm_90a", "memory_gib": -1}, "more than 0"),

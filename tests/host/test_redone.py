@@ -101,6 +101,26 @@ def test_a_foreseen_tile_is_trusted_however_large_its_sums():
     assert (int(call.redone[0]), call.tiles.grid.total) == (1, 4)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_tile_all_of_whose_rows_outgrow_their_shift_is_worked_on_twice_not_thrice(
+    head_dim, causal
+):
+    """Sums overflow, in all warps: what one notes must not make another take its shift for one that may move."""
+    config = shipped(head_dim, head_dim, causal)
+    seqlen = 2 * config.tile_q
+    q, k, v = (np.random.default_rng(i).standard_normal((1, seqlen, 2, head_dim)) for i in range(3))
+    q[..., 0], k[..., 0] = 16, np.linspace(1.5 * seqlen, 0, seqlen)[:, None]
+    arrays = (torch.from_numpy(x).bfloat16().float().numpy() for x in (q, k, v))
+    options = CallOptions(head_dim**-0.5, causal)
+    redone = 0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for machine, call in forward_machines(config.counted, [*arrays], options, 4, 0):
+            machine.run()
+            redone = int(call.redone[0])
+    assert redone == call.tiles.grid.total == 4 and np.isfinite(call.out).all()
+
+
 def test_marks_that_are_shared_work_on_more_than_those_that_outgrew():
     """A mark stands for all tiles of a worker whose waves are equal modulo their number."""
     config = replace(shipped(64, 64, False), tile_m=64, turns=False)
