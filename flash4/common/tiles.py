@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from flash4.common.geometry import KvBlocks, ceil_div, choose, imax
+from flash4.common.geometry import KvBlocks, ceil_div, choose, imax, imin
 
 ENDS_KEYS = 192  # prologue and store of a tile take about as long as so many keys; measured
 
@@ -207,11 +207,12 @@ class TileSchedule:
         within = index - section * (self.section * grid.m_blocks)
         # The index behind the last tile decodes too, to a place outside the tensors.
         left = grid.head_count - section * self.section
-        is_last = left < self.section
-        m_block = choose(is_last, within // by.last_heads, within // by.heads)
-        head = (
-            section * self.section + within - m_block * choose(is_last, imax(left, 1), self.section)
-        )
+        heads = imax(imin(left, self.section), 1)
+        if self.divisors is None:
+            m_block = within // heads
+        else:
+            m_block = choose(left < self.section, within // by.last_heads, within // by.heads)
+        head = section * self.section + within - m_block * heads
         if self.descends:
             m_block = grid.m_blocks - 1 - m_block
         head_of_all = head // by.groups

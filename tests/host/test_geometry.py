@@ -284,10 +284,18 @@ def prepared(schedule, change):
 def test_divisors_divide_integers_from_0_on_by_what_is_not_0(schedule, beyond):
     by_divisors, total = prepared(schedule, Exact), schedule.grid.total
     for index in {*range(min(total, 40)), total // 2, total - 1, total, total + beyond}:
-        tile = by_divisors.at(index)
-        assert tile == schedule.at(index)
+        tile, following = by_divisors.at(index), by_divisors.next(by_divisors.at(index))
+        for found, wanted in (
+            (tile, schedule.at(index)),
+            (following, schedule.next(schedule.at(index))),
+        ):
+            assert (found.index, found.valid) == (wanted.index, wanted.valid)
+            if wanted.valid:
+                assert found == wanted
+            else:  # outside the tensors
+                in_rows = 0 <= found.m_block < schedule.grid.m_blocks
+                assert not in_rows or found.batch >= schedule.grid.batch
         assert by_divisors.wave(index) == schedule.wave(index)
-        assert by_divisors.next(tile) == schedule.next(tile)
 
 
 @given(schedules())

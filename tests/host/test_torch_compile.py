@@ -243,7 +243,7 @@ def test_mods_whose_numbers_cannot_be_watched_are_refused(mod):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("head_dim", [32, 256])
+@pytest.mark.parametrize("head_dim", [32, 256, 264])
 def test_sdpa_with_gradients(head_dim, dynamic):
     """By flash4 where it has them, else by torch; decided while tracing."""
 
@@ -263,8 +263,8 @@ def test_sdpa_with_gradients(head_dim, dynamic):
             found = torch.autograd.grad(compiled(*inputs), inputs, dout)
             for a, b in zip(found, expected, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
-        assert bool(launched) == (head_dim == 32)
-        if head_dim == 256:
+        assert bool(launched) == (head_dim <= 256)
+        if not launched:
             x = torch.zeros(1, 8, 1, 64, dtype=F16)
             flash4.flash_attn_func(x, x, x)  # which the stand-in wants to see
     assert counter.frame_count <= 2
