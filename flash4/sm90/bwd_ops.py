@@ -259,9 +259,9 @@ def ragged_rows(tensor, head, begin, rows):
     return cute.domain_offset((WRAP - rows, 0), tensor[None, None, head, WRAP, begin + rows])
 
 
-def store_rows(operand: Operand, tile, warpgroup, sX):
-    """Store a warpgroup's 64 keys of dK or dV by TMA; rows past the sequence are clipped."""
-    mX = operand.tensor[None, None, tile.head_kv, tile.batch]
+def store_rows(operand: Operand, tile, entry, warpgroup, sX):
+    """Store a warpgroup's 64 keys of dK or dV by TMA; rows past the sequence, which is an entry, are clipped."""
+    mX = operand.tensor[None, None, tile.head_kv, entry]
     store_tile(operand, mX, tile.n_block * MMA_WARPGROUPS + warpgroup, sX)
 
 
@@ -300,12 +300,14 @@ class ReduceOps:
 
     def store_dk(self, tile):
         """Start the store of dK."""
-        store_rows(self.dk_out, tile, self.warpgroup, self.sDK)
+        entry = self.tiles.where(tile).entry_k
+        store_rows(self.dk_out, tile, entry, self.warpgroup, self.sDK)
         cute.arch.cp_async_bulk_commit_group()
 
     def store_dv(self, tile):
         """Start the store of dV."""
-        store_rows(self.dv_out, tile, self.warpgroup, self.sDV)
+        entry = self.tiles.where(tile).entry_k
+        store_rows(self.dv_out, tile, entry, self.warpgroup, self.sDV)
         cute.arch.cp_async_bulk_commit_group()
 
     def wait_turn(self, tile, i):

@@ -188,7 +188,7 @@ def choose_config(problem) -> tuple[WideBackwardConfig, tuple[str, ...]]:
     import torch
 
     tile_d, tile_dv = padded_head_dims(problem.head_dim, problem.head_dim_v)
-    joint = tile_d == MAX_HEAD_DIM and not problem.deterministic
+    joint = tile_d == MAX_HEAD_DIM and tile_dv > 64 and not problem.deterministic  # or it spills
     config = WideBackwardConfig(
         bf16=problem.dtype == torch.bfloat16,
         tile_d=tile_d,
@@ -205,7 +205,11 @@ def choose_config(problem) -> tuple[WideBackwardConfig, tuple[str, ...]]:
     if joint:
         order = "pairs of CTAs add dQ up together: half as many additions to global memory"
     else:
-        why = "the order of sums is fixed" if tile_d == MAX_HEAD_DIM else f"head dim {tile_d}"
+        why = (
+            "the order of sums is fixed"
+            if problem.deterministic
+            else f"head dims {tile_d}/{tile_dv}"
+        )
         order = (
             f"one CTA for each tile, {why}: a pair would only share loads, and wait for each other"
         )
