@@ -207,12 +207,18 @@ class TileSchedule:
         within = index - section * (self.section * grid.m_blocks)
         # The index behind the last tile decodes too, to a place outside the tensors.
         left = grid.head_count - section * self.section
-        heads = imax(imin(left, self.section), 1)
         if self.divisors is None:
+            heads = imax(imin(left, self.section), 1)
             m_block = within // heads
+            head = section * self.section + within - m_block * heads
         else:
-            m_block = choose(left < self.section, within // by.last_heads, within // by.heads)
-        head = section * self.section + within - m_block * heads
+            is_last = left < self.section
+            m_block = choose(is_last, within // by.last_heads, within // by.heads)
+            head = (
+                section * self.section
+                + within
+                - m_block * choose(is_last, imax(left, 1), self.section)
+            )
         if self.descends:
             m_block = grid.m_blocks - 1 - m_block
         head_of_all = head // by.groups
