@@ -174,7 +174,7 @@ def test_the_kernels_around_it():
 
 def test_what_shared_memory_cannot_hold_is_refused():
     assert not TOO_LARGE.fits
-    with pytest.raises(ValueError, match="bytes of shared memory"):
+    with pytest.raises(RuntimeError, match="bytes of shared memory"):
         jit_compile.compile_kernel(KERNEL, TOO_LARGE, "sm_90a")
 
 
