@@ -287,6 +287,34 @@ def _forward(out, q, k, v, keywords: dict, scalars=None):
     return result
 
 
+def _scalars(rare, plain, window_size, deterministic) -> tuple | None:
+    """What a call like one before is known by beside its tensors; None if it must go the long way.
+
+    Args:
+        rare: values of the keywords that the short way does not know, all None if it can be taken.
+        plain: values of those that are numbers.
+        window_size: as given.
+        deterministic: as given.
+    """
+    for value in rare:
+        if value is not None:
+            return None
+    if window_size.__class__ is not tuple or torch.compiler.is_compiling():
+        return None
+    return (*plain, _deterministic(deterministic), *window_size)
+
+
+def _check_max_seqlen(**lengths):
+    """Check what is not looked at further.
+
+    Raises:
+        TypeError: neither an int nor a tensor nor None.
+    """
+    for name, value in lengths.items():
+        if not (value is None or isinstance(value, (int, torch.Tensor))):
+            raise TypeError(f"{name} must be an int, a tensor or None, got {value!r}")
+
+
 def flash_attn_func(
     q, k, v, *, softmax_scale=None, causal=False, window_size=(None, None), softcap=0.0,
     learnable_sink=None, score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None,
@@ -345,17 +373,12 @@ def flash_attn_func(
         ValueError: sizes or devices that do not fit; the message says what is allowed.
         NotImplementedError: a keyword or GPU that is not supported yet; the message names it.
     """
-    scalars = None
-    if (
-        out is score_mod is score_mod_bwd is mask_mod is aux_tensors is block_mask is None
-        and q_descale is k_descale is v_descale is None
-        and window_size.__class__ is tuple
-        and not torch.compiler.is_compiling()
-    ):
-        repeatable = _deterministic(deterministic)
-        scalars = (
-            softmax_scale, causal, softcap, repeatable, pack_gqa, dropout_p, num_splits, *window_size,
-        )  # fmt: skip
+    rare = (
+        out, score_mod, score_mod_bwd, mask_mod, aux_tensors, block_mask, q_descale, k_descale, v_descale,
+    )  # fmt: skip
+    plain = (softmax_scale, causal, softcap, pack_gqa, dropout_p, num_splits)
+    scalars = _scalars(rare, plain, window_size, deterministic)
+    if scalars is not None:
         tensors = (learnable_sink, alibi_slopes, None, None, None, None)
         result = launch.attend(q, k, v, tensors, scalars, return_lse)
         if result is not None:
@@ -411,8 +434,7 @@ def flash_attn_varlen_func(
         block_mask: not supported yet.
         alibi_slopes: (heads_q,) or (batch, heads_q) slopes of the distance between query and key.
         dropout_p: not supported yet.
-        deterministic: whether gradients are bitwise repeatable; None follows ``torch.use_deterministic_algorithms``. out and
-            the gradients of k and v always are; that of q costs some speed.
+        deterministic: whether gradients are bitwise repeatable; None follows torch's setting.
         num_splits: only 1 is supported yet, and 0 chooses it.
         pack_gqa: whether query heads that share a KV head share tiles; None chooses by the mean length.
         q_descale: not supported yet.
@@ -430,23 +452,15 @@ def flash_attn_varlen_func(
         ValueError: sizes or devices that do not fit; the message says what is allowed.
         NotImplementedError: a keyword or GPU that is not supported yet; the message names it.
     """
-    for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if not (value is None or isinstance(value, (int, torch.Tensor))):
-            raise TypeError(f"{name} must be an int, a tensor or None, got {value!r}")
-    scalars = None
-    if (
-        out is score_mod is score_mod_bwd is mask_mod is aux_tensors is block_mask is None
-        and page_table is q_descale is k_descale is v_descale is None
-        and window_size.__class__ is tuple
-        and not torch.compiler.is_compiling()
-    ):
-        repeatable = _deterministic(deterministic)
-        scalars = (
-            softmax_scale, causal, softcap, repeatable, pack_gqa, dropout_p, num_splits, *window_size,
-        )  # fmt: skip
-        tensors = (
-            learnable_sink, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-        )  # fmt: skip
+    _check_max_seqlen(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    rare = (
+        out, page_table, score_mod, score_mod_bwd, mask_mod, aux_tensors, block_mask, q_descale, k_descale,
+        v_descale,
+    )  # fmt: skip
+    plain = (softmax_scale, causal, softcap, pack_gqa, dropout_p, num_splits)
+    scalars = _scalars(rare, plain, window_size, deterministic)
+    if scalars is not None:
+        tensors = (learnable_sink, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
         result = launch.attend(q, k, v, tensors, scalars, return_lse)
         if result is not None:
             return result if return_lse else result[0]

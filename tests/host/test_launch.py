@@ -100,7 +100,8 @@ def test_the_short_way_runs_no_policy():
         finally:
             sys.setprofile(None)
     assert called == [
-        "flash4.interface.flash_attn_func", "flash4.interface._deterministic",
+        "flash4.interface.flash_attn_func", "flash4.interface._scalars",
+        "flash4.interface._deterministic",
         "flash4.launch.attend", "flash4.launch.watched", "flash4.launch._find", "flash4.launch._key",
         *["flash4.launch.<lambda>"] * ("flash4.launch.<lambda>" in called),  # without CUDA
         "flash4.launch.run",
