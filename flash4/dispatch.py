@@ -118,7 +118,7 @@ def _explanations(plan) -> list[str]:
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """How the backward of a call will run: three kernels, one after the other. ``print(plan)`` explains it.
+    """How the backward of a call will run: two or three kernels, one after the other. ``print(plan)`` explains it.
 
     Attributes:
         problem: facts of the call.

@@ -203,20 +203,17 @@ def _prepare(q, k, v, options: CallOptions) -> Prepared | None:
         return None
     if options.softmax_scale == 0 or options.aux_tensors is not None:
         return None
-    if any(_is_converted(i, options, q) for i in range(GIVEN) if tensors[i] is not None):
+    if any(_is_converted(i, options) for i in range(GIVEN) if tensors[i] is not None):
+        return None
+    q4, k4, v4 = map(ops.as_batch, inputs)
+    varlen = any(x is not None for x in options.lengths)
+    if (varlen and not ops.has_whole_rows(v4)) or not all(map(ops.is_addressable, (q4, k4, v4))):
         return None
     launch = ops._launch_for(q, k, v, options)
     if launch is None or not {*launch.tensors} <= {*OPTIONAL}:
         return None
-    q4, k4, v4 = (x if x.ndim == 4 else x[None] for x in inputs)
     out, lse = ops.empty_output(q4, v4.shape[-1]), ops.empty_lse(q4)
-    varlen = any(x is not None for x in options.lengths)
-    if varlen and ops.whole_rows(v4) is not v4:
-        return None
-    if (
-        any(ops.addressable(x) is not x for x in (q4, k4, v4))
-        or ops.addressable_out(out) is not out
-    ):
+    if not ops.is_addressable(out):
         return None
     differentiable = not varlen and ops._obstacle(q, k, v, options) is None
     return Prepared(
@@ -236,11 +233,11 @@ def _prepare(q, k, v, options: CallOptions) -> Prepared | None:
     )
 
 
-def _is_converted(i: int, options: CallOptions, q) -> bool:
+def _is_converted(i: int, options: CallOptions) -> bool:
     """Whether the kernel gets another tensor than the caller's."""
-    x = getattr(options, OPTIONAL[i])
-    given = ops._optional_tensor(OPTIONAL[i], options, options.batch(q))
-    return given.data_ptr() != x.data_ptr() or given.shape != x.shape
+    name, x = OPTIONAL[i], getattr(options, OPTIONAL[i])
+    dtype = torch.int32 if name in LENGTHS else torch.float32
+    return x.dtype != dtype or not x.is_contiguous() or (name == "alibi_slopes" and x.ndim == 1)
 
 
 def _scratch_like(lse):
@@ -255,7 +252,7 @@ def _scratch_like(lse):
     return _scratch[device].as_strided(lse.shape, lse.stride())
 
 
-_OPTIONAL_OF_BACKWARD = {"alibi_slopes", ops.TURNS, "next_tile", "dq_out"}
+_OPTIONAL_OF_BACKWARD = {"alibi_slopes", ops.TURNS, ops.NEXT_TILE, "dq_out"}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -435,9 +432,9 @@ def backward_operator(dout, dlse, q, k, v, out, lse, *fields):
 def _fits(saved, options: CallOptions) -> bool:
     """Whether nothing of what a forward saved has to be changed before the launch."""
     *rows, lse, slopes = saved
-    if any(x.__class__ is not Tensor or ops.addressable(x) is not x for x in rows):
+    if any(x.__class__ is not Tensor or not ops.is_addressable(x) for x in rows):
         return False
-    if slopes is not None and _is_converted(OPTIONAL.index("alibi_slopes"), options, rows[0]):
+    if slopes is not None and _is_converted(OPTIONAL.index("alibi_slopes"), options):
         return False
     return lse.is_contiguous() and all(x.numel() for x in rows)
 

@@ -97,12 +97,23 @@ def addressable(x):
     return x if strides is None else x.as_strided(shape, strides)
 
 
-def whole_rows(v):
-    """Return v, or a copy of it whose rows lie apart, and batch entries a whole number of rows from each other."""
+def is_addressable(x) -> bool:
+    """Whether ``addressable`` returns a tensor as it is; copies nothing."""
+    shape, strides = x.shape, x.stride()
+    if x.data_ptr() % ALIGNMENT or _must_copy(shape, strides, x.element_size()):
+        return False
+    return _canonical_strides(shape, strides) is None
+
+
+def has_whole_rows(v) -> bool:
+    """Whether rows lie apart, and batch entries a whole number of rows from each other."""
     row = v.stride(1)
-    if row and (v.shape[0] == 1 or v.stride(0) % row == 0):
-        return v
-    return v.clone(memory_format=torch.contiguous_format)
+    return bool(row) and (v.shape[0] == 1 or v.stride(0) % row == 0)
+
+
+def whole_rows(v):
+    """Return v, or a copy of it that ``has_whole_rows``."""
+    return v if has_whole_rows(v) else v.clone(memory_format=torch.contiguous_format)
 
 
 def empty_output(q, head_dim_v: int):
@@ -310,7 +321,7 @@ def plan_call(q, k, v, options: CallOptions, arch: str, workers: int) -> Plan:
     problem = AttentionProblem.of_call(q, k, v, options)
     plan = plan_forward(problem, arch, workers)
     copies = [(name, layout_obstacle(x)) for name, x in (("q", q), ("k", k), ("v", v))]
-    if v.ndim == 4 and problem.varlen and whole_rows(v) is not v:
+    if v.ndim == 4 and problem.varlen and not has_whole_rows(v):
         copies[2] = ("v", "its batch stride is no multiple of its row stride")
     if options.softmax_scale == 0:
         copies[0] = ("q", "a scale of 0 runs as zeroed queries")
@@ -379,9 +390,7 @@ def _backward_launch_for(q, k, v, options: CallOptions, dlse: bool) -> BackwardL
         plan = plan_backward(problem, *facts, dlse)
         with torch.cuda.device(q.device):
             launch = launch_of(plan, query_blocks(q, plan.config.tile_m, options), facts[1])
-    if len(_backward_launches) >= MAX_LAUNCHES:
-        _backward_launches.clear()
-    _backward_launches[key] = launch
+    keep(_backward_launches, key, launch)
     return launch
 
 
@@ -462,7 +471,7 @@ def launch_backward(launch: BackwardLaunch, dout, dlse, inputs, out, lse, option
 
 def counter_shapes(config, rows) -> dict[str, tuple[int, ...]]:
     """Counters of a backward, int32, that the first kernel sets to zero; ``rows`` are (batch, heads, blocks of queries)."""
-    given = {TURNS: (config.turns, (*rows, 2)), "next_tile": (config.handed_out, (1,))}
+    given = {TURNS: (config.turns, (*rows, 2)), NEXT_TILE: (config.handed_out, (1,))}
     return {name: shape for name, (present, shape) in given.items() if present}
 
 
@@ -520,7 +529,7 @@ def plan_backward_call(
     copies = list(zip(("q", "k", "v"), map(layout_obstacle, inputs), strict=True))
     for i, ragged in enumerate((plan.config.ragged_q, *[plan.config.ragged_k] * 2)):
         x = inputs[i]
-        if ragged and x.ndim == 4 and copies[i][1] is None and whole_rows(x) is not x:
+        if ragged and x.ndim == 4 and copies[i][1] is None and not has_whole_rows(x):
             copies[i] = (copies[i][0], "its batch stride is no multiple of its row stride")
     return replace(plan, copies=tuple(f"{name}: {why}" for name, why in copies if why is not None))
 
@@ -580,9 +589,8 @@ def _obstacle(q, k, v, options: CallOptions) -> str | None:
         pass
     except TypeError:  # a size that is being traced has no hash
         return gradient_obstacle(AttentionProblem.of_call(q, k, v, options))
-    if len(_obstacles) >= MAX_LAUNCHES:
-        _obstacles.clear()
-    found = _obstacles[key] = gradient_obstacle(AttentionProblem.of_call(q, k, v, options))
+    found = gradient_obstacle(AttentionProblem.of_call(q, k, v, options))
+    keep(_obstacles, key, found)
     return found
 
 

@@ -98,6 +98,8 @@ def explain(q, k, v, *, sdpa=False, arch=None, backward=False, dlse=False, **key
     """
     if not sdpa:
         return interface.explain(q, k, v, arch=arch, backward=backward, dlse=dlse, **keywords)
+    if dlse:
+        raise TypeError("dlse: scaled_dot_product_attention returns no log-sum-exp")
     unknown = keywords.keys() - _DEFAULTS.keys()
     if unknown:
         raise TypeError(f"scaled_dot_product_attention has no keyword {', '.join(unknown)}")
@@ -143,23 +145,21 @@ def _obstacle(query, key, value, given: tuple) -> str | None:
             for x in (query, key, value, mask)
         )
         if launch.watched():
-            return _decide(query, key, value, given, wants)
+            return _decide(query, key, value, given)
         key_of += (*given[1:], *map(type, given[1:]), wants)
         if key_of not in _verdicts:
-            ops.keep(_verdicts, key_of, _decide(query, key, value, given, wants))
+            ops.keep(_verdicts, key_of, _decide(query, key, value, given))
         return _verdicts[key_of]
     except (TypeError, AttributeError):  # not a tensor, or no hash
-        return _decide(query, key, value, given, wants)
+        return _decide(query, key, value, given)
 
 
-def _decide(query, key, value, given: tuple, wants: bool) -> str | None:
+def _decide(query, key, value, given: tuple) -> str | None:
     """Why PyTorch runs a call, or None, in eager mode."""
     if isinstance(query, Tensor) and not query.is_cuda:
         return f"query is on {query.device}, flash4's kernels run on CUDA devices"
     found = _explained(query, key, value, given, None, False)
-    if isinstance(found, str):
-        return found
-    return _misfit(query, key, value, given, wants)
+    return found if isinstance(found, str) else None
 
 
 def _wants_gradients(*tensors) -> bool:

@@ -16,7 +16,7 @@ def accumulator_place(thread, group, number):
 
 
 def dq_place(config, part, thread, group, number):
-    """(query, head dim) in a block of dQ of a number of warpgroup ``part``; ``config`` is a ``FinishConfig``."""
+    """(query, head dim) in a block of dQ of a number of warpgroup ``part``; ``config`` is a ``FinishConfig`` or that of the backward."""
     row, column = accumulator_place(thread, group, number)
     if config.swap_dq:
         return column, part * 64 + row

@@ -41,10 +41,6 @@ class KvTileViews:
         """Where the tile lies."""
         return self.schedule.where(tile)
 
-    def is_seen(self, tile):
-        """Whether the tile has a key that exists."""
-        return self.schedule.is_seen(tile)
-
     def place(self, tile, i):
         """(block of queries, query head) of a step."""
         return self.schedule.place(tile, i)

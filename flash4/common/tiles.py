@@ -205,7 +205,8 @@ class TileSchedule:
         grid, by = self.grid, self._by
         section = index // by.tiles
         within = index - section * (self.section * grid.m_blocks)
-        # The index behind the last tile decodes too, to a place outside the tensors.
+        # The index behind the last tile decodes too, to a place outside the tensors. (Both branches have the same ``head``;
+        # written once, ptxas spills a register in two configs.)
         left = grid.head_count - section * self.section
         if self.divisors is None:
             heads = imax(imin(left, self.section), 1)

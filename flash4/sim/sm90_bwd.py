@@ -497,7 +497,8 @@ class MmaOps:
                 return matmul(ds.T[part], keys)
             return matmul(ds.T, keys[:, width])
 
-        halves = [self._regions["ds", i % STAGES, group] for group in GROUPS]
+        stage = i % self._config.ds_stages
+        halves = [self._regions["ds", stage, group] for group in GROUPS]
         self._queue.issue(acc, product, (*halves, k_slot.region), False, "dQ")
         return acc
 

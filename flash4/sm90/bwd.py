@@ -13,7 +13,7 @@ Per step, one block of queries of one head:
           | dK += dS^T Q, dQ into its box
 
 LSE and D come from ``passes.bwd_prepare``; ``convert``, or else ``passes.bwd_finish``, makes dQ of the sums. Config and graph are in
-``bwd_config``, the schedule in ``bwd_roles``, its verbs in ``bwd_ops``.
+``bwd_config``, the schedules in ``bwd_roles`` and ``bwd_late_roles``, its verbs in ``bwd_ops``.
 """
 
 from dataclasses import dataclass, replace
@@ -195,7 +195,7 @@ class BackwardSm90:
         section: Int32,
         stream,
     ):
-        """Build layouts and TMA descriptors, and launch one CTA for each tile of keys."""
+        """Build layouts and TMA descriptors, and launch one CTA for each tile of keys, or as many as take them from a counter."""
         q, k, v, do, lse, delta, dq, dk, dv, *optional = tensors
         optional = dict(zip(self.config.optional_tensors, optional, strict=True))
         numbers = dict(zip(self.config.numbers, numbers, strict=True))
@@ -327,7 +327,7 @@ class BackwardSm90:
             "k": cute.tile_to_shape(atom, (TILE_N, c.tile_d, 1), order=(0, 1, 2)),
             "v": rows(TILE_N, c.tile_dv, 1),
             "do": rows(c.tile_m, c.tile_dv, STAGES),
-            "ds": rows(c.tile_m, TILE_N, STAGES),
+            "ds": rows(c.tile_m, TILE_N, c.ds_stages),
             "dk": hopper.make_smem_layout_epi(dtype, ROW, (MMA_ROWS, c.tile_d), MMA_WARPGROUPS),
             "dv": hopper.make_smem_layout_epi(dtype, ROW, (MMA_ROWS, c.tile_dv), MMA_WARPGROUPS),
         }
@@ -555,7 +555,7 @@ class BackwardSm90:
             sLSE=shared.lse,
             sD=shared.delta,
             sDS=cute.local_tile(
-                permuted_view(shared.ds, [1, 0, 2]), (MMA_ROWS, c.tile_m, STAGES), (mine, 0, 0)
+                permuted_view(shared.ds, [1, 0, 2]), (MMA_ROWS, c.tile_m, c.ds_stages), (mine, 0, 0)
             ),
             sDQ=shared.dq[None, group],
             sDK=shared.dk[None, None, mine],

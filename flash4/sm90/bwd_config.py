@@ -78,7 +78,7 @@ class BackwardFacts:
 
     @property
     def turns(self) -> bool:
-        """Whether tiles that add to dQ wait for others."""
+        """Whether somebody waits for additions to dQ: other tiles, or ``convert``."""
         return self.ordered or self.first_stores or self.converts
 
     @property
@@ -192,9 +192,7 @@ class BackwardConfig(BackwardFacts):
                 "converts with a window, swap_dq or without handed_out: it needs a tile's own count of visitors, rows of "
                 "dQ, and CTAs of which none waits for one that has not begun"
             )
-        if self.handed_out and self.box_bytes < MMA_ROWS * ELEMENT_BYTES * max(
-            self.tile_d, self.tile_dv
-        ):
+        if self.handed_out and not self.box_holds_results:
             raise ValueError(
                 f"handed_out with tile_m {self.tile_m}, tile_d {self.tile_d}, tile_dv {self.tile_dv}: dk and dv of "
                 f"{MMA_ROWS} keys leave through {self.box_bytes} bytes of dq"
@@ -231,6 +229,11 @@ class BackwardConfig(BackwardFacts):
     def dq_floats(self) -> int:
         """Numbers in a warpgroup's part of dQ."""
         return self.tile_m * self.tile_d // MMA_WARPGROUPS
+
+    @property
+    def box_holds_results(self) -> bool:
+        """Whether dK and dV of a warpgroup's keys fit where its part of dQ leaves through."""
+        return self.box_bytes >= MMA_ROWS * ELEMENT_BYTES * max(self.tile_d, self.tile_dv)
 
     @property
     def tile_readers(self) -> int:
@@ -383,8 +386,7 @@ def choose_order(config: BackwardConfig, problem) -> tuple[dict, tuple[str, ...]
 
     ``converts`` and ``ahead`` are chosen by nobody before they have run on a GPU.
     """
-    box = MMA_ROWS * ELEMENT_BYTES * max(config.tile_d, config.tile_dv)
-    if not plain(problem) or config.swap_dq or config.box_bytes < box:
+    if not plain(problem) or config.swap_dq or not config.box_holds_results:
         return {}, (
             "one CTA for each tile of keys, and kernels one after the other: features or head dims ask for it",
         )

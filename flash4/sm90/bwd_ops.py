@@ -180,7 +180,7 @@ class LoadOps:
     """Verbs of the ``load`` role."""
 
     config: BackwardConfig
-    tiles: object  # kv_tiles.KvTileSchedule or bwd_tiles.OneTile, as in the other verbs
+    tiles: object  # kv_tiles.KvTileSchedule, bwd_tiles.OneTile or views of kv_handout, as in the other verbs
     q: Operand  # (S, D, H, B), as the next three; ragged views if the config says so
     k: Operand
     v: Operand
@@ -286,7 +286,9 @@ class ReduceOps:
     tiles: object
     mDQ: cute.Tensor  # (B, H, blocks, tile_m tile_d), float32
     sDQ: cute.Tensor  # (dq_floats,) of the warpgroup
-    mTurns: object  # (B, H, blocks, 2) int32, tiles that have added; None if the order is free
+    mTurns: (
+        object  # (B, H, blocks, 2) int32, additions that somebody waits for; None without ``turns``
+    )
     sDK: cute.Tensor  # (64, tile_d)
     sDV: cute.Tensor  # (64, tile_dv)
     dk_out: Operand  # (S, D, heads_kv, B)
@@ -439,7 +441,7 @@ class MmaOps:
         return self.config.handed_out
 
     def phases(self, tile):
-        """Steps with a mask, then those without."""
+        """See ``KvSteps.phases``."""
         return self.tiles.phases(tile)
 
     def begin(self, tile):

@@ -204,12 +204,10 @@ def choose_config(problem) -> tuple[WideBackwardConfig, tuple[str, ...]]:
     )
     if joint:
         order = "pairs of CTAs add dQ up together: half as many additions to global memory"
+    elif tile_d == MAX_HEAD_DIM and not problem.deterministic:
+        order = f"one CTA for each tile: a pair that adds dQ up would spill beside a V of {tile_dv}"
     else:
-        why = (
-            "the order of sums is fixed"
-            if problem.deterministic
-            else f"head dims {tile_d}/{tile_dv}"
-        )
+        why = "the order of sums is fixed" if problem.deterministic else f"head dim {tile_d}"
         order = (
             f"one CTA for each tile, {why}: a pair would only share loads, and wait for each other"
         )

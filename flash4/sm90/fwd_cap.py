@@ -60,7 +60,7 @@ class Cap:
     outer: Float32  # positive
     factors: tuple  # see ``factors_of_near``
     near_end: (
-        Float32  # largest |s| for the near polynomial; negative if its factors would leave float32
+        Float32  # largest |s| for the near polynomial; negative where its factors leave float32
     )
     middle_end: Float32
     near_top: Float32  # capped score at ``near_end``

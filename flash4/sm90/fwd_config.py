@@ -19,17 +19,17 @@ TRUSTED_LOG2 = 64  # P of a fixed shift is trusted up to a row sum of 2 to this,
 # each warpgroup, the wave after the last one whose tile outgrew its shift.
 MARKS, PASSES = 127, 2
 OUTGROWN = PASSES * (MARKS + 1)
-MARK_WORDS = OUTGROWN + 4
+NOTES = 4  # the latter; where tiles are handed out they lie behind the slots
+MARK_WORDS = OUTGROWN + NOTES
 MARKS_BYTES = 4 * MARK_WORDS
 GROWTH_LOG2 = 8  # see ForwardConfig.growth_log2
 KEY_STEP = 16  # keys that one WGMMA of P V contracts
 MAX_HEAD_DIM = 256
 SHARED_KEYS = 1_024  # fewest keys of tiles that CTAs share
 SHARED_TILES = 132  # fewest such tiles: two for each pair of an H100's multiprocessors
-TILE_SLOTS = 4  # of the ring of tiles, where sequences differ in length
-TILE_WORDS = 17  # of a slot, 4 bytes each
-DENSE_WORDS = 5  # the same, where all sequences are of one length
-NOTES = 4  # words behind those slots: see OUTGROWN
+TILE_SLOTS = 4  # of the ring of tiles, where they are handed out
+TILE_WORDS = 17  # of a slot, 4 bytes each: an ``Entry``, then one for each pass
+DENSE_WORDS = 5  # the same, where all sequences are of one length: a ``DenseEntry``
 # Registers per thread of ``mma`` and of ``load``, by warpgroups of ``mma``. ``load`` needs more to find tiles of
 # sequences and to copy wide blocks, which come in more boxes of 64 or 32 columns, most for the seven of head dim 224.
 REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32), 4: (112, 24)}
@@ -521,7 +521,7 @@ def share_tiles(config: ForwardConfig, problem) -> tuple[ForwardConfig, str]:
         "sequences of different lengths are shared out by one CTA": config.varlen,
         "tiles that a mask cuts gain more from being handed out": config.causal or config.right,
         "few blocks of a left window are of use to twice the rows": config.left,
-        "mods": config.may_hide_any or config.natural,
+        "mods": config.may_hide_any,
         f"fewer than {SHARED_KEYS} keys": problem.seqlen_k < SHARED_KEYS,
         f"fewer than {SHARED_TILES} tiles of twice the rows": tiles < SHARED_TILES,
         "half of the last tile of twice the rows would be empty": (

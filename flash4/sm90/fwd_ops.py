@@ -433,8 +433,7 @@ class MmaOps:
 
     def pv(self, v_slot):
         """Issue O += P V."""
-        tOrP = [self.tOrP[None, None, k] for k in range(cute.size(self.tOrP.shape[2]))]
-        issue_mma(self.mma_pv, self.tOrO, tOrP, self.tOrV.steps(v_slot), True)
+        issue_mma(self.mma_pv, self.tOrO, self.tOrP, self.tOrV.steps(v_slot), True)
 
     def wait_mma(self, pending):
         """Wait until at most ``pending`` groups of MMAs are in flight."""

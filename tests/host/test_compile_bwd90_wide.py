@@ -58,7 +58,7 @@ CONFIGS = {
         (256, 128, "everything", EVERYTHING),
     )
 }
-# Not chosen: CTAs that share loads alone, and a single one at head dim 256.
+# Not chosen: CTAs that share loads alone, and a single one at 256/256.
 CONFIGS |= {
     f"{name}, pairs": replace(CONFIGS[name], ctas=2, joint=False)
     for name in ("256/256 full", "256/256 causal, turns", "256/256 everything", "192/128 causal")

@@ -1,6 +1,7 @@
 """The counter that hands out tiles of dense calls: every tile once, and zero again behind each launch, in any order."""
 
 import random
+from dataclasses import fields
 
 import pytest
 
@@ -8,6 +9,8 @@ from flash4.common.dsl import plain
 from flash4.common.geometry import KvBlocks
 from flash4.common.handout import DenseEntry, GivenDense
 from flash4.common.tiles import Grid, TileSchedule
+from flash4.common.varlen import Entry
+from flash4.sm90.fwd_config import DENSE_WORDS, PASSES, TILE_WORDS
 
 
 class Counter:
@@ -115,3 +118,9 @@ def test_asking_once_too_often_is_seen():
     counter = Counter()
     launch(counter, 3, 4, False, random.Random(0), Greedy)
     assert counter.value != 0
+
+
+def test_slots_have_a_word_for_each_field_and_pass():
+    """Counted by hand in the config, which knows no DSL: one more field would reach into the next slot."""
+    for words, entry in ((TILE_WORDS, Entry), (DENSE_WORDS, DenseEntry)):
+        assert words == len(fields(entry)) + PASSES
