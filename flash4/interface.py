@@ -26,7 +26,6 @@ __all__ = ["Redone", "explain", "flash_attn_func", "flash_attn_varlen_func", "re
 
 # Keywords that are not built yet: accepted only with these values, which ask for nothing.
 _NEUTRAL = {
-    "score_mod_bwd": (None,),
     "block_mask": (None,),
     "dropout_p": (0.0,),
     "q_descale": (None,),
@@ -100,25 +99,28 @@ def _softcap(value) -> float:
     return float(value)
 
 
-def _mods(q, keywords: dict) -> tuple[int, int, list | None]:
-    """(key of score_mod, key of mask_mod, aux tensors) as in ``CallOptions``.
+def _mods(q, keywords: dict) -> dict[str, object]:
+    """Keys of mods, and aux tensors, as in ``CallOptions``.
 
     Raises:
         TypeError: a mod that is none, or depends on what cannot be told; aux_tensors of the wrong type.
-        ValueError: aux_tensors that are not supported, or that no mod reads.
+        ValueError: aux_tensors that are not supported, or that no mod reads; a derivative of no score_mod.
     """
     tracing = torch.compiler.is_compiling()
     register = mods.register_while_tracing if tracing else mods.register
-    keys = tuple(register(keywords[name]) for name in ("score_mod", "mask_mod"))
+    names = ("score_mod", "score_mod_bwd", "mask_mod")
+    found = {name: register(keywords[name]) for name in names}
+    if found["score_mod_bwd"] and not found["score_mod"]:
+        raise ValueError("score_mod_bwd is the derivative of score_mod; this call has none")
     aux = keywords["aux_tensors"]
     if aux is None:
-        return *keys, None
+        return found
     mods.check_aux(aux, q)
     if not aux:
-        return *keys, None
-    if keys == (0, 0):
+        return found
+    if not (found["score_mod"] or found["mask_mod"]):
         raise ValueError("aux_tensors are for score_mod and mask_mod; this call has neither")
-    return *keys, list(aux)
+    return found | {"aux_tensors": list(aux)}
 
 
 def _deterministic(wanted: bool | None) -> bool:
@@ -155,8 +157,8 @@ def _options(q, k, v, keywords: dict) -> CallOptions:
         sink,
         slopes,
         *lengths,
-        *_mods(q, keywords),
-        _deterministic(keywords["deterministic"]),
+        deterministic=_deterministic(keywords["deterministic"]),
+        **_mods(q, keywords),
     )
     check_softcap(options)
     if not (cu_q is cu_k is used_q is used_k is None):
@@ -345,11 +347,16 @@ def flash_attn_func(
             has its ALiBi; indices count from the start of a sequence; ``seqlen_info`` has seqlen_q, seqlen_k, offset_q
             and offset_k. It is known by its code and by the numbers that it closes over or names as globals: other
             numbers compile another kernel.
-        score_mod_bwd: not supported yet.
+        score_mod_bwd: (grad, score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors) -> gradient of ``score``, which
+            gradients of q and k need where there is a score_mod. ``grad`` is the gradient of the loss by what score_mod
+            returned, in natural units: P (dP - D). ``score`` is what score_mod was given: softmax_scale * q k^T, capped,
+            with its ALiBi. A callable as score_mod is; for s^2 it is grad * 2 * score. What it makes of keys that are
+            hidden, and of queries that see none, is dropped: they get 0.
         mask_mod: (batch, head, q_idx, kv_idx, seqlen_info, aux_tensors) -> whether the key is seen; as score_mod. Causal
             and window apply beside it. No block is skipped for it.
         aux_tensors: tensors that the mods read by index: 1 to 4 dimensions, float32, float16, bfloat16, int32 or int64,
-            any strides. Where a tile reaches past a sequence, indices are those of its last query or key.
+            any strides. Where a tile reaches past a sequence, indices are those of its last query or key. They get no
+            gradients: one that requires them is refused.
         block_mask: not supported yet.
         alibi_slopes: (heads_q,) or (batch, heads_q), float32 or 16 bit (converted to float32): scaled and capped scores
             lose slope * |p - j|.
@@ -428,7 +435,7 @@ def flash_attn_varlen_func(
         softcap: cap of scaled scores.
         learnable_sink: (heads_q,) logits that add to the denominators.
         score_mod: changes scores.
-        score_mod_bwd: not supported yet.
+        score_mod_bwd: takes gradients back through score_mod.
         mask_mod: hides keys.
         aux_tensors: what the mods read.
         block_mask: not supported yet.

@@ -413,10 +413,12 @@ def _operator_scalars(options: CallOptions) -> tuple:
 def backward_operator(dout, dlse, q, k, v, out, lse, *fields):
     """``flash4::backward`` on a GPU, the short way if it had such a call before."""
     inputs, options = (q, k, v), ops.backward_options(fields)
-    if dlse is None and options.sink is None and options.lengths == (None,) * 4:
+    rare = (dlse, options.sink, options.aux_tensors, *options.lengths)
+    if all(x is None for x in rare):
         tensors = (None, options.alibi_slopes, None, None, None, None)
         scalars = ("backward", options.softmax_scale, options.causal, options.softcap)
         scalars += (options.window_left, options.window_right, options.deterministic)
+        scalars += (options.score_mod, options.score_mod_bwd, options.mask_mod)
         saved = (*inputs, out, lse, options.alibi_slopes)
         key = _key(*inputs, tensors, scalars)
         found = ops._backward_launches.get(key)

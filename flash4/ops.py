@@ -339,7 +339,7 @@ torch.library.define(
     "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal=False, bool? pack_gqa=None, "
     "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, Tensor? sink=None, "
     "Tensor? alibi_slopes=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
-    "int score_mod=0, int mask_mod=0, Tensor[]? aux_tensors=None, bool deterministic=False) "
+    "int score_mod=0, int mask_mod=0, Tensor[]? aux_tensors=None, bool deterministic=False, int score_mod_bwd=0) "
     "-> (Tensor, Tensor)",
 )
 
@@ -539,16 +539,18 @@ torch.library.define(
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float softmax_scale, "
     "bool causal=False, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, Tensor? sink=None, "
     "Tensor? alibi_slopes=None, bool deterministic=False, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
-    "Tensor? seqused_q=None, Tensor? seqused_k=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, int score_mod=0, int score_mod_bwd=0, int mask_mod=0, "
+    "Tensor[]? aux_tensors=None) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 # Fields of CallOptions that the operator takes, in order.
 _BACKWARD_FIELDS = (
     "softmax_scale", "causal", "window_left", "window_right", "softcap", "sink", "alibi_slopes",
-    "deterministic", *LENGTHS,
+    "deterministic", *LENGTHS, "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors",
 )  # fmt: skip
-# Fields that hold tensors that are saved.
+# Fields that hold one tensor, which is saved; behind them come those that mods read.
 _SAVED_FIELDS = ("sink", "alibi_slopes", *LENGTHS)
 SINK_INPUT = 3 + CallOptions._fields.index("sink")  # of the forward operator
+AUX_INPUT = 3 + CallOptions._fields.index("aux_tensors")
 
 
 def backward_fields(options: CallOptions) -> tuple:
@@ -599,11 +601,18 @@ def _save(ctx, inputs, output):
     q, k, v, *fields = inputs
     options = CallOptions(*fields)
     obstacle = _obstacle(q, k, v, options)
-    if options.alibi_slopes is not None and options.alibi_slopes.requires_grad:
-        obstacle = "gradients of alibi_slopes are not built yet; detach them"
+    aux = options.aux_tensors or ()
+    constants = {"alibi_slopes": options.alibi_slopes}
+    constants |= {f"aux_tensors[{i}]": x for i, x in enumerate(aux)}
+    for name, x in constants.items():
+        if x is not None and x.requires_grad:
+            obstacle = f"gradients of {name} are not built yet; detach it"
     if obstacle is not None:
-        raise NotImplementedError(f"{obstacle}; without gradients, call it under torch.no_grad()")
-    ctx.save_for_backward(q, k, v, *output, *(getattr(options, name) for name in _SAVED_FIELDS))
+        forgotten = options.score_mod != 0 and options.score_mod_bwd == 0
+        error = ValueError if forgotten else NotImplementedError
+        raise error(f"{obstacle}; without gradients, call it under torch.no_grad()")
+    saved = (getattr(options, name) for name in _SAVED_FIELDS)
+    ctx.save_for_backward(q, k, v, *output, *saved, *aux)
     ctx.set_materialize_grads(False)
     ctx.options = options._replace(aux_tensors=None, **dict.fromkeys(_SAVED_FIELDS))
 
@@ -612,13 +621,18 @@ def _gradients(ctx, dout, dlse):
     tensors = ctx.saved_tensors  # once: checkpointing refuses to unpack them again
     saved, optional = tensors[:5], tensors[5:]
     dout = torch.zeros_like(saved[3]) if dout is None else dout
-    options = ctx.options._replace(**dict(zip(_SAVED_FIELDS, optional, strict=True)))
+    options = ctx.options._replace(**dict(zip(_SAVED_FIELDS, optional, strict=False)))
+    aux = list(optional[len(_SAVED_FIELDS) :])
+    if aux:
+        options = options._replace(aux_tensors=aux)
     *gradients, dsink = backward(dout, dlse, *saved, *backward_fields(options))
     # As many as the caller gave: the dispatcher leaves out what is at its default.
     found = [None] * len(ctx.needs_input_grad)
     found[: len(gradients)] = gradients
     if options.sink is not None:
         found[SINK_INPUT] = dsink
+    if aux:
+        found[AUX_INPUT] = [None] * len(aux)
     asked = zip(ctx.needs_input_grad, found, strict=True)
     return tuple(x if wanted else None for wanted, x in asked)
 

@@ -40,6 +40,7 @@ class CallOptions(NamedTuple):
         mask_mod: key of the callable that hides keys; 0 is none.
         aux_tensors: what those read besides, or None.
         deterministic: gradients are bitwise repeatable; the forward always is.
+        score_mod_bwd: key of the callable that takes a gradient back through ``score_mod``; 0 is none.
     """
 
     softmax_scale: float
@@ -58,6 +59,7 @@ class CallOptions(NamedTuple):
     mask_mod: int = 0
     aux_tensors: list[torch.Tensor] | None = None
     deterministic: bool = False
+    score_mod_bwd: int = 0
 
     @property
     def lengths(self) -> tuple:
@@ -77,6 +79,7 @@ class CallOptions(NamedTuple):
             self.score_mod,
             self.mask_mod,
             self.deterministic,
+            self.score_mod_bwd,
             *[
                 None if x is None else (x.shape, x.dtype, x.device)
                 for x in (self.sink, self.alibi_slopes, *self.lengths)
@@ -118,6 +121,7 @@ class AttentionProblem:
         used_q: queries in use are counted for each sequence.
         used_k: keys in use are counted for each sequence.
         deterministic: gradients are bitwise repeatable.
+        score_mod_bwd: key of the callable that takes a gradient back through ``score_mod``; 0 is none.
     """
 
     dtype: torch.dtype
@@ -144,6 +148,7 @@ class AttentionProblem:
     used_q: bool = False
     used_k: bool = False
     deterministic: bool = False
+    score_mod_bwd: int = 0
 
     @property
     def varlen(self) -> bool:
@@ -236,6 +241,7 @@ class AttentionProblem:
             used_q=used_q,
             used_k=used_k,
             deterministic=options.deterministic,
+            score_mod_bwd=options.score_mod_bwd,
         )
 
 

@@ -36,6 +36,26 @@ def bias_of_heads(score, batch, head, q_idx, kv_idx, info, aux):
     return 0.5 * score + aux[0][head, (q_idx + 3 * kv_idx) % 8]
 
 
+def bent(score, batch, head, q_idx, kv_idx, info, aux):
+    """Not linear, so that its derivative needs the score, and more where the key is far."""
+    return score - BEND * score * score + 0.001 * kv_idx * score
+
+
+def relative_bias_bwd(grad, score, batch, head, q_idx, kv_idx, info, aux):
+    """Derivative of ``relative_bias``."""
+    return grad
+
+
+def bias_of_heads_bwd(grad, score, batch, head, q_idx, kv_idx, info, aux):
+    """Derivative of ``bias_of_heads``."""
+    return 0.5 * grad
+
+
+def bent_bwd(grad, score, batch, head, q_idx, kv_idx, info, aux):
+    """Derivative of ``bent``."""
+    return grad * (1 - 2 * BEND * score + 0.001 * kv_idx)
+
+
 def dilated(batch, head, q_idx, kv_idx, info, aux):
     """Two keys of three, others for every query; whole rows see nothing where a window is narrow."""
     return (q_idx + kv_idx) % 3 != 1
@@ -47,9 +67,15 @@ def same_document(batch, head, q_idx, kv_idx, info, aux):
 
 
 RELATIVE_SLOPE = 0.01
-SCORE_MODS = {"relative": relative_bias, "heads": bias_of_heads}
+BEND = 0.02
+SCORE_MODS = {"relative": relative_bias, "heads": bias_of_heads, "bent": bent}
+SCORE_MODS_BWD = {
+    "relative": relative_bias_bwd,
+    "heads": bias_of_heads_bwd,
+    "bent": bent_bwd,
+}
 MASK_MODS = {"dilated": dilated, "documents": same_document}
-for mod in (*SCORE_MODS.values(), *MASK_MODS.values()):
+for mod in (*SCORE_MODS.values(), *SCORE_MODS_BWD.values(), *MASK_MODS.values()):
     mods.register(mod)  # a process that compiles for another one finds them by their keys
 
 FEATURES = ("window", "softcap", "sink", "lengths", "lengths", "alibi", "mods")
@@ -248,8 +274,10 @@ class Problem:
         }
         if self.score_mod is not None or self.mask_mod is not None:
             keywords["score_mod"] = SCORE_MODS.get(self.score_mod)
+            keywords["score_mod_bwd"] = SCORE_MODS_BWD.get(self.score_mod)
             keywords["mask_mod"] = MASK_MODS.get(self.mask_mod)
-            keywords["aux_tensors"] = [x.to(device) for x in self._aux_tensors()]
+            if self.score_mod == "heads" or self.mask_mod == "documents":
+                keywords["aux_tensors"] = [x.to(device) for x in self._aux_tensors()]
         for name, numbers in lengths.items():
             if numbers is not None:
                 keywords[name] = torch.tensor(numbers, dtype=torch.int32, device=device)
@@ -387,7 +415,7 @@ def _add_features(choose: Choose, problem: Problem) -> Problem:
         changes["alibi"] = choose(("by head", "by batch and head"))
     if "mods" in names:  # with many other features and lengths, but one kernel's tile
         changes |= dict(head_dim=128, head_dim_v=128, dtype=torch.bfloat16)
-        kinds = ((None, "dilated"), ("heads", None), ("relative", "documents"))
+        kinds = ((None, "dilated"), ("heads", None), ("relative", "documents"), ("bent", None))
         changes["score_mod"], changes["mask_mod"] = choose(kinds)
     if "lengths" in names:
         changes |= _choose_lengths(choose, problem)

@@ -18,6 +18,7 @@ from flash4.common.numerics import LOG2E
 from flash4.problem import CallOptions
 from flash4.sim.barriers import NamedBarrier, Semaphore
 from flash4.sim.bulk import Accumulator, BulkGroups
+from flash4.sim.bwd_scores import Scores, Step
 from flash4.sim.bwd_sequences import (
     sides_of,
     slots_and_entries,
@@ -432,39 +433,19 @@ class MmaOps:
         return do_slot.region.read()[:, -1] if self._config.ahead else None
 
     def softmax(self, tile, i, s, q_slot, phase, lse=None):
-        """P^T = exp2(scale_log2 S^T - LSE), and what dS takes of it: times the slope of the cap."""
-        call, values = self._call, s.values
-        tiles, options = call.tiles, call.options
-        (block, head), lengths = tiles.place(tile, i), tiles.lengths(tile)
-        queries = block * self._config.tile_m + np.arange(self._config.tile_m)
-        first, tile_n = tile.n_block * self._config.tile_n, self._config.tile_n
-        keys = range(first, first + tile_n)[self._rows]
-        scale, slope = np.float32(options.softmax_scale), 1
+        """P^T = exp2(scale_log2 S^T - LSE); returns what dS takes: that times the slope of the cap, or with a score_mod S^T."""
         lse = q_slot.region.read()[:, -1] if lse is None else lse
-        if options.softcap:
-            within = values * np.float32(options.softmax_scale / options.softcap)
-            rest = 1 / (np.exp(2 * np.abs(within)) + 1)
-            scale, slope = np.float32(options.softcap), 4 * rest * (1 - rest)
-            values[:] = np.tanh(within)
-        values[:] = values * (scale * np.float32(LOG2E)) - lse
-        if self._config.alibi:
-            distance = queries + lengths[1] - lengths[0] - np.array(keys)[:, None]
-            bias = options.alibi_slopes[tiles.where(tile).batch, head] * np.float32(LOG2E)
-            values[:] -= bias * np.abs(distance)
-        if phase.masked:
-            begins, ends = (
-                np.array([edge(key, *lengths) for key in keys])[:, None]
-                for edge in (tiles.blocks.query_begin, tiles.blocks.query_end)
-            )
-            values[(queries < begins) | ((queries >= ends) & self._config.left)] = -np.inf
-        values[:] = np.exp2(values)
-        self._p.values[:] = round_to_16_bit(values, self._config.bf16)
-        values[:] *= slope
+        step = Step(self._call, self._rows, tile, i, phase.masked)
+        pairs = step.pairs(s.values, lse)
+        self._p.values[:] = round_to_16_bit(pairs.p, self._config.bf16)
+        if not self._config.score_mod:
+            s.values[:] = pairs.p * pairs.slope
+        return Scores(step, s.values, q_slot)
 
-    def ds(self, i, s, dp, do_slot, delta=None):
+    def ds(self, i, scores, dp, do_slot, delta=None):
         """dS^T = P^T (dP^T - D), to registers and to the shared memory of step ``i``."""
         delta = do_slot.region.read()[:, -1] if delta is None else delta
-        values = s.values * (dp.values - delta)
+        values = scores.ds(dp.values - delta)
         rounded = round_to_16_bit(values, self._config.bf16)
         self._ds.values[:] = rounded
         self._regions["ds", i % self._config.ds_stages, self._group].write(rounded)

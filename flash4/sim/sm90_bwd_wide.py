@@ -7,6 +7,7 @@ import numpy as np
 from flash4.common.dsl import plain
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.sim.barriers import Barrier, NamedBarrier
+from flash4.sim.bwd_scores import Scores, Step
 from flash4.sim.cluster import Cluster, Cta, arrive_at, copy_to_peer
 from flash4.sim.machine import Machine
 from flash4.sim.memory import Region
@@ -179,11 +180,11 @@ class WideMmaOps(MmaOps):
         """P, times the slope of the cap: registers -> its box."""
         self._regions["p",].write(s.values.copy())
 
-    def take_p(self):
+    def take_p(self, tile, i, q_slot):
         """Its box -> registers."""
         p = self._fragment("P in float32", self._config.tile_m)
         p.values[:] = self._regions["p",].read()
-        return p
+        return Scores(Step(self._call, self._rows, tile, i, True), p.values, q_slot)
 
     def dq(self, i, k_slot):
         """Issue the first of this warpgroup's parts of dQ = dS K into a fresh accumulator."""

@@ -32,6 +32,7 @@ from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.kv_handout import GivenKvTiles, ToldKvTiles
 from flash4.common.kv_sequences import SequenceSchedule, Side
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
+from flash4.common.mods import AUX, decode_aux
 from flash4.common.numerics import LOG2E, opaque
 from flash4.common.tma_views import (
     permuted_view,
@@ -39,13 +40,21 @@ from flash4.common.tma_views import (
     ragged_store_view,
     rows_of_entry,
 )
-from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, TILE_N, TILE_SLOTS, BackwardConfig
+from flash4.sm90.bwd_config import (
+    FLOAT_BYTES,
+    MMA_WARPGROUPS,
+    STAGES,
+    TILE_N,
+    TILE_SLOTS,
+    BackwardConfig,
+)
 from flash4.sm90.bwd_convert import ConvertOps
 from flash4.sm90.bwd_late_roles import LateRoles
 from flash4.sm90.bwd_ops import Exchange, Inbox, LoadOps, MmaOps, Outbox, ReduceOps
 from flash4.sm90.bwd_roles import BackwardRoles
 from flash4.sm90.bwd_slots import KvTileSlots
 from flash4.sm90.bwd_tiles import TILE_WORDS, OneTile
+from flash4.sm90.fwd import aux_of, fake_aux
 from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT
 from flash4.sm90.fwd_ops import Operand, element
 
@@ -85,7 +94,7 @@ class RunTime:
     delta: cute.Tensor  # (B, H, padded Sq), float32
     dq: cute.Tensor  # (B, H, blocks, tile_m tile_d), float32
     scale: Float32  # factor of a score
-    cap_log2: object  # the cap in log2 units, Float32; None where the config has no such feature, as all that follows
+    cap: object  # in log2 units unless the config is natural, Float32; None where it has no such feature, as all that follows
     cap_scale: object  # factor of a score within the cap, Float32
     left: object  # sides of the window, Int32
     right: object
@@ -93,6 +102,7 @@ class RunTime:
     turns: object  # (B, H, blocks, 2), int32
     next_tile: object  # (1,) int32, zero at the launch
     dq_out: object  # (B, S, H, D), 16 bit
+    aux: object  # tuple of tensors that mods read
     section: Int32
     seqlen_q: Int32
     seqlen_k: Int32
@@ -181,6 +191,7 @@ class BackwardSm90:
         }
         for name in LENGTHS:
             optional[name] = fake(Int32, (cute.sym_int(),), stride=(1,), assumed_align=4)
+        optional |= {f"{AUX}{i}": fake_aux(*kind) for i, kind in enumerate(decode_aux(c.aux))}
         tensors += tuple(optional[name] for name in c.optional_tensors)
         types = {"left": Int32, "right": Int32, "workers": Int32}
         numbers = tuple(types.get(name, Float32)(1) for name in c.numbers)
@@ -213,7 +224,7 @@ class BackwardSm90:
             delta=delta,
             dq=dq,
             scale=numbers["scale"],
-            cap_log2=numbers["cap"] * LOG2E if self.config.softcap else None,
+            cap=numbers["cap"] * self._score_unit() if self.config.softcap else None,
             cap_scale=numbers.get("cap_scale"),
             left=numbers.get("left"),
             right=numbers.get("right"),
@@ -221,6 +232,7 @@ class BackwardSm90:
             turns=optional.get("turns"),
             next_tile=optional.get("next_tile"),
             dq_out=optional.get("dq_out"),
+            aux=aux_of(optional),
             section=section,
             seqlen_q=q.shape[1],
             seqlen_k=k.shape[1],
@@ -230,7 +242,7 @@ class BackwardSm90:
         )
         ctas = grid.total
         if cutlass.const_expr(self.config.handed_out):
-            ctas = cutlass.min(grid.total, numbers["workers"])
+            ctas = cutlass.min(grid.total, numbers["workers"] // self.config.ctas)
         self.kernel(
             self._tiled_mmas(), self._operands((q, k, v, do, dk, dv)), run_time, grid
         ).launch(
@@ -241,6 +253,10 @@ class BackwardSm90:
             min_blocks_per_mp=1,
             use_pdl=self.config.chained,
         )
+
+    def _score_unit(self):
+        """What a score in natural units is multiplied by."""
+        return 1.0 if self.config.natural else LOG2E
 
     def _sides(self, q, k, optional):
         """Where queries and keys of sequences lie whose lengths are in tensors."""
@@ -438,7 +454,8 @@ class BackwardSm90:
                     outer = cute.append(cute.slice_(outer, (None, None, 0)), boxes)
                 tensors[buffer.name] = cute.make_tensor(pointer, outer)
         floats = cute.recast_ptr(pointers["dq"], dtype=Float32)
-        tensors["dq"] = cute.make_tensor(floats, cute.make_layout((c.dq_floats, MMA_WARPGROUPS)))
+        box = cute.make_layout((c.box_bytes // FLOAT_BYTES, MMA_WARPGROUPS))
+        tensors["dq"] = cute.make_tensor(floats, box)
         for name, ring in (("lse", "q"), ("delta", "do")):
             tile_bytes = self.graph.ring(ring).stage_bytes - c.statistics_bytes
             stages = self.graph.ring(ring).stages
@@ -563,9 +580,10 @@ class BackwardSm90:
             dk_out=operands.dk,
             dv_out=operands.dv,
             mSlopes=run_time.slopes,
+            aux=run_time.aux,
             scale=run_time.scale,
-            scale_log2=run_time.scale * LOG2E,
-            cap_log2=run_time.cap_log2,
+            score_scale=run_time.scale * self._score_unit(),
+            cap=run_time.cap,
             cap_scale=run_time.cap_scale,
             thread=thread,
             warpgroup=group,

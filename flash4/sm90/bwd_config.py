@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from flash4.common.geometry import QueryBlocks
 from flash4.common.graph import Buffer, PipelineGraph, Ring, Role
+from flash4.common.mods import AUX, decode_aux
 from flash4.sm90.fwd_config import (
     ELEMENT_BYTES,
     MMA_ROWS,
@@ -40,6 +41,27 @@ class BackwardFacts:
                 "supported are up to as many queries as keys"
             )
         return None
+
+    def check_mods(self):
+        """Check that the mods go together.
+
+        Raises:
+            ValueError: they do not.
+        """
+        if (self.score_mod != 0) != (self.score_mod_bwd != 0):
+            raise ValueError("score_mod and score_mod_bwd go together")
+        if self.aux and not (self.score_mod or self.mask_mod):
+            raise ValueError("aux without a mod that reads them")
+
+    @property
+    def natural(self) -> bool:
+        """Scores are in natural units, not in those of log2: a score_mod takes them so."""
+        return self.score_mod != 0
+
+    @property
+    def has_mods(self) -> bool:
+        """Whether verbs need the place of each pair of query and key."""
+        return self.score_mod != 0 or self.mask_mod != 0
 
     @property
     def varlen(self) -> bool:
@@ -94,6 +116,7 @@ class BackwardFacts:
             "seqused_q": self.used_q,
             "seqused_k": self.used_k,
         }
+        given |= dict.fromkeys((f"{AUX}{i}" for i, _ in enumerate(decode_aux(self.aux))), True)
         return tuple(name for name, present in given.items() if present)
 
     @property
@@ -143,6 +166,10 @@ class BackwardConfig(BackwardFacts):
         cu_k: keys and values are packed.
         used_q: queries in use are counted for each sequence.
         used_k: keys in use are counted for each sequence.
+        score_mod: key of the callable that changes scores (``common.mods``); 0 is none.
+        score_mod_bwd: key of the callable that takes gradients back through it.
+        mask_mod: key of the callable that hides keys; 0 is none.
+        aux: types of the tensors that mods read (``encode_aux``).
     """
 
     bf16: bool
@@ -167,8 +194,13 @@ class BackwardConfig(BackwardFacts):
     cu_k: bool = False
     used_q: bool = False
     used_k: bool = False
+    score_mod: int = 0
+    score_mod_bwd: int = 0
+    mask_mod: int = 0
+    aux: int = 0
 
     def __post_init__(self):
+        self.check_mods()
         if self.swap_dq and (self.tile_d != 2 * MMA_ROWS or self.tile_m % 16):
             raise ValueError(
                 f"swap_dq with tile_d {self.tile_d}, tile_m {self.tile_m}; it needs {2 * MMA_ROWS}, and a multiple of 16"
@@ -300,18 +332,22 @@ LATE_QUERIES = (
     2048  # from which on dQ a step late is faster at head dim 64: measured at 1024 and 4096
 )
 
-# Features of a call whose gradients are not built: field of the problem -> what to ask for instead.
-UNBUILT = {
-    "score_mod": "leave score_mod at None",
-    "mask_mod": "leave mask_mod at None",
-}
+
+def lacks_derivative(problem) -> str | None:
+    """Why no kernel can run the backward of a problem: its score_mod has no derivative; else None."""
+    if problem.score_mod and not problem.score_mod_bwd:
+        return (
+            "gradients through score_mod need its derivative; pass "
+            "score_mod_bwd(grad, score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors), the gradient of score"
+        )
+    return None
 
 
 def can_implement(problem) -> str | None:
     """Why this kernel cannot run the backward of a problem, or None if it can."""
-    for name, instead in UNBUILT.items():
-        if getattr(problem, name):
-            return f"gradients with {name} are not built yet; {instead}"
+    obstacle = lacks_derivative(problem)
+    if obstacle is not None:
+        return obstacle
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size > MAX_HEAD_DIM:
             return f"takes {name} up to {MAX_HEAD_DIM}, not {size}"
@@ -330,6 +366,8 @@ def choose_config(problem) -> tuple[BackwardConfig, tuple[str, ...]]:
     turns = problem.window_left and problem.deterministic
     if problem.softcap and problem.varlen and turns and (tile_d, tile_dv) == (128, 96):
         tile_dv = 128  # 64 queries would spill
+    if has_mods(problem) and not (tile_d == tile_dv == 64 and not problem.aux):
+        tile_d = 128  # likewise: fewer of them need dQ to be swapped
     tile, why = choose_tile(tile_d, tile_dv, problem)
     config = BackwardConfig(
         bf16=problem.dtype == torch.bfloat16,
@@ -345,6 +383,10 @@ def choose_config(problem) -> tuple[BackwardConfig, tuple[str, ...]]:
         cu_k=problem.cu_k,
         used_q=problem.used_q,
         used_k=problem.used_k,
+        score_mod=problem.score_mod,
+        score_mod_bwd=problem.score_mod_bwd if problem.score_mod else 0,
+        mask_mod=problem.mask_mod,
+        aux=problem.aux,
         **tile,
     )
     fields, reasons = choose_order(config, problem)
@@ -357,6 +399,8 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
     dK and dV of 64 keys stay in a thread's registers, (tile_d + tile_dv) / 2 of them; S, dP and P of a step take
     1.25 tile_m more, and a cap some to compute with.
     """
+    if has_mods(problem):
+        return _tile_of_mods(tile_d, tile_dv, problem)
     tile = {"tile_m": 64}
     windows_of_sequences = problem.varlen and problem.window_left
     if problem.softcap:
@@ -375,9 +419,30 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
     return tile, f"{tile['tile_m']} queries per step: what registers hold beside {dims}"
 
 
+def _tile_of_mods(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
+    """As ``choose_tile``. S stays beside dP for a score_mod's derivative, and what mods load is in flight at once."""
+    others = problem.softcap or problem.alibi or problem.deterministic
+    others = others or problem.varlen or problem.window_left or problem.window_right
+    queries = 32
+    if problem.aux:
+        queries = 16 if problem.varlen and tile_dv > 64 else 32
+    elif not others:
+        queries = 48 if problem.score_mod else 80
+    tile = {"tile_m": queries, "swap_dq": True}
+    if tile_d == tile_dv == 64:
+        tile = {"tile_m": 64}
+    dims = f"head dims {tile_d}/{tile_dv} and mods"
+    return tile, f"{tile['tile_m']} queries per step: what registers hold beside {dims}"
+
+
+def has_mods(problem) -> bool:
+    """Whether a call has mods."""
+    return problem.score_mod != 0 or problem.mask_mod != 0
+
+
 def plain(problem) -> bool:
     """Whether a call has nothing beyond a causal mask that the order of tiles and additions depends on, or registers do."""
-    limited = problem.window_left or problem.window_right or problem.varlen
+    limited = problem.window_left or problem.window_right or problem.varlen or has_mods(problem)
     return not (limited or problem.softcap or problem.alibi or problem.deterministic)
 
 

@@ -70,16 +70,16 @@ class JointBackwardRoles(WideBackwardRoles):
             for i in range(0, tile.steps):
                 do_slot = do_consumer.wait_and_advance()
                 dp = ops.dp(v_slot, do_slot)  # dP^T = V dO^T
+                q_slot = q_consumer.wait_and_advance()
                 exchange.wait_p()
-                p = ops.take_p()
+                scores = ops.take_p(tile, i, q_slot)
                 ops.wait_mma(0)  # dP is there
                 exchange.acquire_ds(count)  # the other CTA has read the last one
-                ops.ds(i, p, dp, do_slot)  # dS = P (dP - D), to registers and shared memory
+                ops.ds(i, scores, dp, do_slot)  # dS = P (dP - D), to registers and shared memory
                 do_slot.release()
                 exchange.post_ds()
                 exchange.send_ds()  # to the other CTA
                 ops.dq(i, k_slot)  # dQ = dS K, over this CTA's keys
-                q_slot = q_consumer.wait_and_advance()
                 ops.dk(q_slot)  # dK += dS^T Q
                 exchange.wait_peer(count)
                 ops.dq_of_peer(k_slot)  # and over the other's

@@ -11,10 +11,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
-from flash4.common import numerics
+from flash4.common import mods, numerics
 from flash4.common.dsl import inline_ptx
-from flash4.common.geometry import choose, imin
+from flash4.common.geometry import choose, imax, imin
 from flash4.common.graph import WARP, WARPGROUP
+from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LOG2E
 from flash4.common.tma_views import WRAP
 from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, BackwardConfig
@@ -394,7 +395,48 @@ class Place:
     begins: tuple  # columns before this one do not see the row's key
     ends: tuple  # nor do those from this one on
     distances: tuple  # from key to query, in keys
-    slope_log2: object  # of ALiBi, or None
+    slope: object  # of ALiBi in the units of scores, or None
+    mods: object  # ModPlace, or None
+
+
+@dataclass(frozen=True)
+class ModPlace:
+    """What mods are told of a step, by this thread's two rows."""
+
+    batch: object  # number of the sequence
+    head: object
+    keys: tuple  # of the rows; inside the sequence, as queries are: a mod may read a tensor there
+    first_query: object  # of the first column
+    info: SeqlenInfo
+
+    def at(self, r, j, aux):
+        """Arguments of a mod behind the score, of row ``r`` and column ``j``."""
+        query = self.first_query + (8 * (j // 2) + j % 2)
+        query = imax(imin(query, self.info.seqlen_q - 1), 0)
+        return self.batch, self.head, query, self.keys[r], self.info, aux
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What is known of a query and a key before dP is."""
+
+    p: object
+    score: object  # as a score_mod is given it
+    slope: object  # of the cap, or None
+    seen: object  # whether the query sees the key, or None if it surely does
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What dS of a step takes of S^T: P^T, times the slope of the cap.
+
+    With a score_mod it is S^T itself, from which P is made again: the derivative takes the score beside P.
+    """
+
+    values: cute.Tensor
+    masked: bool
+    place: object  # Place, with a score_mod
+    slot: object  # of the LSE
 
 
 @dataclass(frozen=True)
@@ -428,9 +470,10 @@ class MmaOps:
     dk_out: Operand  # (S, D, heads_kv, B); of packed keys a ragged view instead of B
     dv_out: Operand
     mSlopes: object  # (B, H) float32, or None
+    aux: object  # tuple of tensors that mods read, or None
     scale: Float32  # factor of a score
-    scale_log2: Float32
-    cap_log2: object  # the cap in log2 units; None without one
+    score_scale: Float32  # the same; in log2 units unless the config is natural, as is the cap
+    cap: object  # None without one
     cap_scale: object  # factor of a score within the cap; None without one
     thread: Int32  # in the warpgroup
     warpgroup: Int32  # among the MMA warpgroups
@@ -477,7 +520,7 @@ class MmaOps:
         """Issue this warpgroup's part of dQ = dS K, or of its transpose, into a fresh accumulator."""
         c = self.config
         dQ = cute.make_rmem_tensor(((2, 2, c.dq_floats // WARPGROUP // 4), 1, 1), Float32)
-        tDQrDS = self.tDQrDS[None, None, None, i % self.config.ds_stages]
+        tDQrDS = self.tDQrDS[None, None, None, self.ds_stage(i)]
         tDQrK = self.tDQrK[None, None, None, 0]
         a, b = (tDQrK, tDQrDS) if c.swap_dq else (tDQrDS, tDQrK)
         issue_mma(self.mma_dq, dQ, a, b, False)
@@ -506,33 +549,51 @@ class MmaOps:
     def softmax(self, tile, i, s, q_slot, phase, lse=None):
         """P^T = exp2(scale_log2 S^T - LSE), rounded as the operand of dV; hidden pairs give 0.
 
-        In place of S^T comes what dS takes of it: P^T, times the slope of the cap.
+        Returns what dS takes: in place of S^T comes P^T, times the slope of the cap; with a score_mod S^T stays.
         """
         c, S = self.config, rows_of(s)
         lse = self._columns(self.sLSE, q_slot) if lse is None else lse
-        place = self._place(tile, i) if phase.masked or c.alibi else None
+        place = self._place(tile, i) if phase.masked or c.alibi or c.has_mods else None
         pairs = cute.make_tensor(self.tDVrP.iterator, cute.make_layout((2, cute.size(s) // 2)))
         pair = cute.make_rmem_tensor(2, Float32)
         for n in range(cute.size(s) // 2):
             r, columns = n % 2, (n // 2 * 2, n // 2 * 2 + 1)
             for j in columns:
-                score, slope = self._score(S[r, j])
-                score = score - lse[j]
-                if c.alibi:
-                    score = score - self._bias(place, r, j)
-                if phase.masked:
-                    score = cutlass.select_(self._seen(place, r, j), score, -Float32.inf)
-                p = cute.math.exp2(score, fastmath=True)
-                pair[j % 2] = p
-                S[r, j] = p if slope is None else p * slope
+                found = self._pair(place, phase.masked, (r, j), S[r, j], lse[j])
+                pair[j % 2] = found.p
+                if not c.score_mod:
+                    S[r, j] = found.p if found.slope is None else found.p * found.slope
             pairs[None, n].store(pair.load().to(element(c)))
+        return Scores(s, phase.masked, place, q_slot)
+
+    def _pair(self, place, masked, at, product, lse):
+        """What is known of the pair of row and column ``at``, from its product and its query's LSE."""
+        c, seen = self.config, None
+        score, slope = self._score(product)
+        if c.natural:
+            score = score - self._bias(place, *at) if c.alibi else score
+            modified = mods.function(c.score_mod)(score, *place.mods.at(*at, self.aux))
+            logit = Float32(modified) * LOG2E - lse
+            seen = lse < Float32.inf  # of no sequence, or without keys: the score means nothing
+        else:
+            logit = score - lse
+            logit = logit - self._bias(place, *at) if c.alibi else logit
+        if masked:
+            inside = self._seen(place, *at)
+            seen = inside if seen is None else seen & inside
+        if c.mask_mod:
+            kept = cutlass.Boolean(mods.function(c.mask_mod)(*place.mods.at(*at, self.aux)))
+            seen = kept if seen is None else seen & kept
+        if seen is not None:
+            logit = cutlass.select_(seen, logit, -Float32.inf)
+        return Pair(cute.math.exp2(logit, fastmath=True), score, slope, seen)
 
     def _score(self, product):
-        """(scaled score in log2 units, its slope over the scale or None) of a product of query and key."""
+        """(scaled score, its slope over the scale or None) of a product of query and key."""
         if not self.config.softcap:
-            return product * self.scale_log2, None
+            return product * self.score_scale, None
         capped, slope = numerics.tanh_and_slope(product * self.cap_scale)
-        return capped * self.cap_log2, slope
+        return capped * self.cap, slope
 
     def _place(self, tile, i):
         """What masks and biases of step ``i`` depend on, for this thread."""
@@ -540,14 +601,29 @@ class MmaOps:
         lengths = tiles.lengths(tile)
         first_query = block * self.config.tile_m + 2 * (self.thread % 4)
         keys = [tile.n_block * self.config.tile_n + self._key_row(r) for r in range(2)]
-        slope_log2 = None
+        slope, place = None, None
         if self.config.alibi:
-            slope_log2 = self.mSlopes[tiles.where(tile).batch, head] * LOG2E
+            slope = self.mSlopes[tiles.where(tile).batch, head]
+            slope = slope if self.config.natural else slope * LOG2E
+        if self.config.has_mods:
+            place = self._mod_place(tile, head, first_query, keys)
         return Place(
             begins=tuple(tiles.blocks.query_begin(key, *lengths) - first_query for key in keys),
             ends=tuple(tiles.blocks.query_end(key, *lengths) - first_query for key in keys),
             distances=tuple(Float32(first_query + lengths[1] - lengths[0] - key) for key in keys),
-            slope_log2=slope_log2,
+            slope=slope,
+            mods=place,
+        )
+
+    def _mod_place(self, tile, head, first_query, keys):
+        """What mods are told of a step, for this thread."""
+        where, (seqlen_q, seqlen_k) = self.tiles.where(tile), self.tiles.lengths(tile)
+        return ModPlace(
+            batch=where.batch,
+            head=head,
+            keys=tuple(imax(imin(key, seqlen_k - 1), 0) for key in keys),
+            first_query=first_query,
+            info=SeqlenInfo(seqlen_q, seqlen_k, Int32(where.row_q), Int32(where.row_k)),
         )
 
     def _seen(self, place, r, j):
@@ -557,9 +633,9 @@ class MmaOps:
         return seen & (column < place.ends[r]) if self.config.left else seen
 
     def _bias(self, place, r, j):
-        """slope |p - j|, with p the query's position among the keys, in log2 units."""
+        """slope |p - j|, with p the query's position among the keys, in the units of scores."""
         distance = place.distances[r] + Float32(8 * (j // 2) + j % 2)
-        return place.slope_log2 * cute.math.absf(distance)
+        return place.slope * cute.math.absf(distance)
 
     def _key_row(self, r):
         """Row in the tile of this thread's row ``r``."""
@@ -569,19 +645,46 @@ class MmaOps:
         """Which 64 keys of the tile are this warpgroup's."""
         return self.warpgroup
 
-    def ds(self, i, s, dp, do_slot, delta=None):
-        """dS^T = P^T (dP^T - D), times the slope of the cap, rounded as the operand of dK and, transposed, into the shared memory of step ``i``."""
-        c, P, dP = self.config, rows_of(s), rows_of(dp)
+    def ds_stage(self, i):
+        """Stage of dS of step ``i``."""
+        return i % self.config.ds_stages
+
+    def ds(self, i, scores, dp, do_slot, delta=None):
+        """dS^T = P^T (dP^T - D), times the slope of the cap, rounded as the operand of dK and, transposed, into the shared memory of step ``i``.
+
+        Among sequences of different lengths a step may have the D of rows that are not its own, and hold NaN: 0 where P is.
+        """
+        c, dP = self.config, rows_of(dp)
         delta = self._columns(self.sD, do_slot) if delta is None else delta
-        for j in range(c.tile_m // 4):
-            for r in range(2):
-                dP[r, j] = P[r, j] * (dP[r, j] - delta[j])
+        if c.score_mod:
+            self._modified_ds(scores, dP, delta)
+        else:
+            P = rows_of(scores.values)
+            for j in range(c.tile_m // 4):
+                for r in range(2):
+                    dS = P[r, j] * (dP[r, j] - delta[j])
+                    if scores.masked and c.varlen:
+                        dS = cutlass.select_(P[r, j] > 0.0, dS, Float32(0.0))
+                    dP[r, j] = dS
         dS = cute.make_tensor(self.tDKrDS.iterator, dp.layout)
         dS.store(dp.load().to(element(c)))
         r2s = self._store_copy(self.mma_s, transposed=True)
-        target = r2s.partition_D(self.sDS)[None, None, None, i % self.config.ds_stages]
+        target = r2s.partition_D(self.sDS)[None, None, None, self.ds_stage(i)]
         cute.copy(r2s, r2s.retile(dS), target)
         cute.arch.fence_proxy("async.shared", space="cta")
+
+    def _modified_ds(self, scores, dP, delta):
+        """dS^T in place of dP^T, through a score_mod; P^T is made again."""
+        c, S = self.config, rows_of(scores.values)
+        lse, derivative = self._columns(self.sLSE, scores.slot), mods.function(c.score_mod_bwd)
+        for j in range(c.tile_m // 4):
+            for r in range(2):
+                pair = self._pair(scores.place, scores.masked, (r, j), S[r, j], lse[j])
+                where = scores.place.mods.at(r, j, self.aux)
+                gradient = derivative(pair.p * (dP[r, j] - delta[j]), pair.score, *where)
+                # A derivative may be infinite or NaN where nothing is seen.
+                gradient = cutlass.select_(pair.seen, Float32(gradient), Float32(0.0))
+                dP[r, j] = gradient if pair.slope is None else gradient * pair.slope
 
     def _store_copy(self, tiled_mma, transposed: bool):
         """This thread's copy of an accumulator in 16 bit from registers to shared memory."""

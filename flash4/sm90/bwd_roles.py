@@ -51,11 +51,11 @@ class BackwardRoles:
                     dp = ops.dp(v_slot, do_slot)  # dP^T = V dO^T
                     lse = ops.lse(q_slot)
                     ops.wait_mma(1)  # S is there
-                    ops.softmax(tile, i, s, q_slot, phase, lse)  # P = exp(scale S - LSE)
+                    scores = ops.softmax(tile, i, s, q_slot, phase, lse)  # P = exp(scale S - LSE)
                     delta = ops.delta(do_slot)
                     ops.wait_mma(0)  # dP is there
                     ops.ds(
-                        i, s, dp, do_slot, delta
+                        i, scores, dp, do_slot, delta
                     )  # dS = P (dP - D), to registers and shared memory
                     ops.dv(do_slot)  # dV += P^T dO
                     exchange.sync()  # the dS of both warpgroups is in shared memory

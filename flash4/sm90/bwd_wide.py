@@ -29,6 +29,7 @@ from flash4.common.kv_tiles import KvGrid
 from flash4.common.numerics import opaque
 from flash4.common.tma_views import permuted_view
 from flash4.sm90.bwd import (
+    FINDING_WARP,
     K_MAJOR,
     MN_MAJOR,
     ROW,
@@ -101,7 +102,7 @@ class WideBackwardSm90(BackwardSm90):
         operands = []
         for (name, (op, box, ctas)), tensor in zip(boxes.items(), tensors, strict=True):
             one = cute.slice_(layouts[name], (None, None, 0))
-            view = permuted_view(tensor, [1, 3, 2, 0])
+            view = self._view(name, tensor)
             operands.append(Operand(*cpasync.make_tiled_tma_atom(op, view, one, box, ctas)))
         peer_k = None
         if c.joint:
@@ -177,11 +178,14 @@ class WideBackwardSm90(BackwardSm90):
         do_producer, do_consumer = self._open_ring(smem, "do", lane)
         exchange = self._exchange(smem, pointers, thread, rank)
         exchange.open(thread)
+        tiles = self._tiles(run_time, grid, smem, (cta // c.ctas, ctas // c.ctas))
+        if cutlass.const_expr(c.varlen):
+            if warp == FINDING_WARP:
+                tiles.find(thread, cta)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         meet(c.ctas)
 
-        tiles = self._tiles(run_time, grid, smem, (cta // c.ctas, ctas // c.ctas))
         load, reduce, mma_v, mma_k = self.graph.roles
         ends = (k_consumer, v_consumer, q_consumer, do_consumer)
         if group == 0:

@@ -7,10 +7,9 @@ from flash4.sm90.bwd_config import (
     FLOAT_BYTES,
     MMA_WARPGROUPS,
     REGISTERS,
-    UNBUILT,
     BackwardFacts,
+    lacks_derivative,
 )
-from flash4.sm90.bwd_config import MAX_HEAD_DIM as NARROW_HEAD_DIM
 from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS
 
 MAX_HEAD_DIM = 256
@@ -35,6 +34,14 @@ class WideBackwardConfig(BackwardFacts):
         softcap: scores are capped.
         alibi: scores lose a slope times a distance.
         ordered: tiles add to dQ in a fixed order.
+        score_mod: key of the callable that changes scores.
+        score_mod_bwd: of the one that takes gradients back through it.
+        mask_mod: of the one that hides keys.
+        aux: types of the tensors that mods read.
+        cu_q: queries are packed.
+        cu_k: keys and values are packed.
+        used_q: queries in use are counted for each sequence.
+        used_k: keys in use are counted for each sequence.
     """
 
     bf16: bool
@@ -50,13 +57,20 @@ class WideBackwardConfig(BackwardFacts):
     softcap: bool = False
     alibi: bool = False
     ordered: bool = False
+    score_mod: int = 0
+    score_mod_bwd: int = 0
+    mask_mod: int = 0
+    aux: int = 0
+    cu_q: bool = False
+    cu_k: bool = False
+    used_q: bool = False
+    used_k: bool = False
 
-    # Sequences of different lengths: not built.
-    cu_q = cu_k = used_q = used_k = False
-    # Nor is any of how the narrow kernel orders tiles and additions of plain calls.
+    # None is built of how the narrow kernel orders tiles and additions of plain calls.
     late = handed_out = first_stores = backwards = chained = converts = False
 
     def __post_init__(self):
+        self.check_mods()
         for name in ("tile_d", "tile_dv"):
             if getattr(self, name) % PART_WIDTH or getattr(self, name) > MAX_HEAD_DIM:
                 raise ValueError(
@@ -69,6 +83,10 @@ class WideBackwardConfig(BackwardFacts):
         if self.joint and (self.ctas != 2 or self.dq_parts != 4 or self.ordered):
             raise ValueError(
                 f"joint with {self.ctas} CTAs, tile_d {self.tile_d}, ordered {self.ordered}; it needs 2, 256, and no order"
+            )
+        if self.varlen and self.ctas > 1:
+            raise ValueError(
+                "sequences of different lengths with clusters are not built: ctas is 1"
             )
         if self.causal and self.right:
             raise ValueError("causal and right exclude each other: causal is a right side of 0")
@@ -163,14 +181,9 @@ class WideBackwardConfig(BackwardFacts):
 
 def can_implement(problem) -> str | None:
     """Why this kernel cannot run the backward of a problem, or None if it can."""
-    for name, instead in UNBUILT.items():
-        if getattr(problem, name):
-            return f"gradients with {name} are not built yet; {instead}"
-    if problem.varlen:
-        return (
-            "gradients of sequences of different lengths are not built yet for head dims above "
-            f"{NARROW_HEAD_DIM}; use flash_attn_func with sequences of one length"
-        )
+    obstacle = lacks_derivative(problem)
+    if obstacle is not None:
+        return obstacle
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size > MAX_HEAD_DIM:
             return f"gradients with {name} {size} are not built yet; supported are up to {MAX_HEAD_DIM}"
@@ -188,7 +201,8 @@ def choose_config(problem) -> tuple[WideBackwardConfig, tuple[str, ...]]:
     import torch
 
     tile_d, tile_dv = padded_head_dims(problem.head_dim, problem.head_dim_v)
-    joint = tile_d == MAX_HEAD_DIM and tile_dv > 64 and not problem.deterministic  # or it spills
+    alone = problem.deterministic or problem.varlen
+    joint = tile_d == MAX_HEAD_DIM and tile_dv > 64 and not alone  # or it spills
     config = WideBackwardConfig(
         bf16=problem.dtype == torch.bfloat16,
         tile_d=tile_d,
@@ -201,9 +215,19 @@ def choose_config(problem) -> tuple[WideBackwardConfig, tuple[str, ...]]:
         softcap=problem.softcap,
         alibi=problem.alibi,
         ordered=problem.deterministic,
+        score_mod=problem.score_mod,
+        score_mod_bwd=problem.score_mod_bwd if problem.score_mod else 0,
+        mask_mod=problem.mask_mod,
+        aux=problem.aux,
+        cu_q=problem.cu_q,
+        cu_k=problem.cu_k,
+        used_q=problem.used_q,
+        used_k=problem.used_k,
     )
     if joint:
         order = "pairs of CTAs add dQ up together: half as many additions to global memory"
+    elif problem.varlen:
+        order = "one CTA for each tile, which it finds by itself among the sequences"
     elif tile_d == MAX_HEAD_DIM and not problem.deterministic:
         order = f"one CTA for each tile: a pair that adds dQ up would spill beside a V of {tile_dv}"
     else:

@@ -16,6 +16,7 @@ from flash4.sm90.bwd_ops import (
     Meeting,
     MmaOps,
     ReduceOps,
+    Scores,
 )
 from flash4.sm90.bwd_wide_config import PART_WIDTH
 from flash4.sm90.fwd_config import MMA_ROWS
@@ -62,7 +63,7 @@ class WideLoadOps(LoadOps):
 
     def load_k(self, tile, slot):
         """Fill the K slot with this CTA's keys; rows past the sequence become zero."""
-        mK = self.k.tensor[None, None, tile.head_kv, tile.batch]
+        mK = self._keys("k", tile)
         gK = cute.local_tile(mK, (MMA_ROWS, self.config.tile_d), (self._rows(tile), 0))
         tma_load(self.k.atom, gK, self.sK, slot)
         if self.config.joint:
@@ -73,34 +74,34 @@ class WideLoadOps(LoadOps):
 
     def load_v(self, tile, slot):
         """Fill the V slot with this CTA's values."""
-        mV = self.v.tensor[None, None, tile.head_kv, tile.batch]
+        mV = self._keys("v", tile)
         gV = cute.local_tile(mV, (MMA_ROWS, self.config.tile_dv), (self._rows(tile), 0))
         tma_load(self.v.atom, gV, self.sV, slot)
 
     def load_q(self, tile, i, slot):
         """Fill a Q slot with the queries of step ``i``, in all CTAs together, and their LSE, each its own."""
-        self._load_queries(self.q, self.config.tile_d, (tile, i), self.sQ, slot)
+        self._load_queries("q", self.config.tile_d, (tile, i), self.sQ, slot)
         self._load_statistic(self.mLSE, (tile, i), self.sLSE, slot)
 
     def load_do(self, tile, i, slot):
         """Fill a dO slot with the gradients of step ``i``, in all CTAs together, and their D, each its own."""
-        self._load_queries(self.do, self.config.tile_dv, (tile, i), self.sDO, slot)
+        self._load_queries("do", self.config.tile_dv, (tile, i), self.sDO, slot)
         self._load_statistic(self.mD, (tile, i), self.sD, slot)
 
     def _rows(self, tile):
         return tile.n_block * self.config.ctas + self.rank
 
-    def _load_queries(self, operand, width, step, sX, slot):
+    def _load_queries(self, name, width, step, sX, slot):
         c, (tile, i) = self.config, step
         block, head = self.tiles.place(tile, i)
-        mX = operand.tensor[None, None, head, tile.batch]
+        mX = self._queries(name, tile, self.tiles.where(tile), head)
         gX = cute.local_tile(mX, (c.tile_m, width), (block, 0))
-        tma_load(operand.atom, gX, sX, slot, (self.rank, c.ctas))
+        tma_load(getattr(self, name).atom, gX, sX, slot, (self.rank, c.ctas))
 
     def _load_statistic(self, mX, step, sX, slot):
         tile, i = step
-        block, head = self.tiles.place(tile, i)
-        self._load_statistics(mX[tile.batch, head, None], block, sX, slot)
+        (block, head), where = self.tiles.place(tile, i), self.tiles.where(tile)
+        self._load_statistics(mX[where.entry_q, head, None], where.slot_q + block, sX, slot)
 
 
 @dataclass(frozen=True)
@@ -146,19 +147,23 @@ class WideMmaOps(MmaOps):
         self.dv_acc.fill(0.0)
 
     def put_p(self, s):
-        """P, times the slope of the cap, in float32: registers -> its box."""
+        """What dS takes of S^T, P times the slope of the cap as a rule, in float32: registers -> its box."""
         self.put_floats(s, self.sP)
 
-    def take_p(self):
-        """Its box -> registers: a thread has the numbers that the same one of ``mma_v`` put there."""
-        P = cute.make_rmem_tensor(((2, 2, self.config.tile_m // 8), 1, 1), Float32)
-        mine, box = self.in_box(P, self.sP)
-        cute.autovec_copy(box, mine)
-        return P
+    def take_p(self, tile, i, q_slot):
+        """Its box -> registers: a thread has the numbers that the same one of ``mma_v`` put there.
 
-    def ds(self, i, s, dp, do_slot):
+        This role does not know which steps have a mask: any may, where that matters.
+        """
+        values = cute.make_rmem_tensor(((2, 2, self.config.tile_m // 8), 1, 1), Float32)
+        mine, box = self.in_box(values, self.sP)
+        cute.autovec_copy(box, mine)
+        place = self._place(tile, i) if self.config.score_mod else None
+        return Scores(values, True, place, q_slot)
+
+    def ds(self, i, scores, dp, do_slot):
         """As in the narrow kernel; then all warps of this warpgroup may multiply it."""
-        super().ds(i, s, dp, do_slot)
+        super().ds(i, scores, dp, do_slot)
         cute.arch.barrier(barrier_id=BARRIER_OWN_DS, number_of_threads=WARPGROUP)
 
     def dq(self, i, k_slot):

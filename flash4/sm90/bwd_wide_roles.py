@@ -71,14 +71,14 @@ class WideBackwardRoles(BackwardRoles):
             for i in range(0, tile.steps):
                 do_slot = do_consumer.wait_and_advance()
                 dp = ops.dp(v_slot, do_slot)  # dP^T = V dO^T
+                q_slot = q_consumer.wait_and_advance()
                 exchange.wait_p()
-                p = ops.take_p()
+                scores = ops.take_p(tile, i, q_slot)
                 ops.wait_mma(0)  # dP is there
-                ops.ds(i, p, dp, do_slot)  # dS = P (dP - D), to registers and shared memory
+                ops.ds(i, scores, dp, do_slot)  # dS = P (dP - D), to registers and shared memory
                 do_slot.release()
                 exchange.post_ds()
                 dq = ops.dq(i, k_slot)  # a part of dQ = dS K
-                q_slot = q_consumer.wait_and_advance()
                 ops.dk(q_slot)  # dK += dS^T Q
                 ops.wait_mma(1)  # the part is there
                 outbox.acquire()

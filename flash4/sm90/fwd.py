@@ -62,6 +62,23 @@ from flash4.sm90.fwd_tiles import DenseSlots, Tiles, TileSlots
 AUX_ELEMENTS = (Float32, cutlass.Float16, cutlass.BFloat16, Int32, cutlass.Int64)
 
 
+def fake_aux(dtype_index, dims):
+    """A tensor that mods read: any sizes and strides."""
+    dtype = AUX_ELEMENTS[dtype_index]
+    return cute.runtime.make_fake_tensor(
+        dtype,
+        tuple(cute.sym_int() for _ in range(dims)),
+        stride=tuple(cute.sym_int64() for _ in range(dims)),
+        assumed_align=dtype.width // 8,
+    )
+
+
+def aux_of(optional: dict):
+    """Tensors that mods read, among those of a launch by name; None if there are none."""
+    found = tuple(x for name, x in optional.items() if name.startswith(AUX))
+    return found if found else None
+
+
 @dataclass(frozen=True)
 class RunTime:
     """What crosses the launch besides operands and grid; None where the config has no such feature."""
@@ -140,22 +157,12 @@ class ForwardSm90:
             "reset_counter": vector(Int32, 1),
             "redone": vector(Int32, 1),
         }
-        optional |= {f"{AUX}{i}": self._fake_aux(*kind) for i, kind in enumerate(decode_aux(c.aux))}
+        optional |= {f"{AUX}{i}": fake_aux(*kind) for i, kind in enumerate(decode_aux(c.aux))}
         tensors += tuple(optional[name] for name in self.config.optional_tensors)
         sides = ("left", "right")
         numbers = tuple(Int32(1) if name in sides else Float32(1) for name in c.numbers)
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
         return (tensors, numbers, Int32(1), Int32(1), stream)
-
-    def _fake_aux(self, dtype_index, dims):
-        """A tensor that mods read: any sizes and strides."""
-        dtype = AUX_ELEMENTS[dtype_index]
-        return cute.runtime.make_fake_tensor(
-            dtype,
-            tuple(cute.sym_int() for _ in range(dims)),
-            stride=tuple(cute.sym_int64() for _ in range(dims)),
-            assumed_align=dtype.width // 8,
-        )
 
     @cute.jit
     def __call__(
@@ -220,7 +227,7 @@ class ForwardSm90:
             right=numbers.get("right"),
             sink=optional.get("sink"),
             slopes=optional.get("alibi_slopes"),
-            aux=self._aux(optional),
+            aux=aux_of(optional),
             next_tile=optional.get("reset_counter" if c.handed_out else "next_tile"),
             redone=optional.get("redone"),
             sequences=self._sequences(q, k, optional) if c.varlen else None,
@@ -243,11 +250,6 @@ class ForwardSm90:
         inner = -numbers["cap_scale"] if self.config.negate else numbers["cap_scale"]
         root = numbers["cap_root"] * (1.0 if self.config.natural else LOG2E**0.2)
         return Cap.of(inner, scale, root)
-
-    def _aux(self, optional):
-        """Tensors that mods read, or None."""
-        found = tuple(x for name, x in optional.items() if name.startswith(AUX))
-        return found if found else None
 
     def _values_view(self, v):
         """V as its loads cut it, (Dv, S, heads_kv, B); see ``LoadOps``."""

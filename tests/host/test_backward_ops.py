@@ -12,8 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import flash4
 from flash4 import dispatch, launch, ops, reference
+from flash4.common import mods
 from flash4.common.fragments import dq_place
 from flash4.common.kv_sequences import Side
+from flash4.common.mods import SeqlenInfo
 from flash4.interface import options_of
 from flash4.passes.bwd_config import FINISH, PREPARE
 from flash4.problem import AttentionProblem
@@ -136,12 +138,27 @@ def multiply_sequence(config, tensors, places, numbers, optional):
     if config.alibi:
         scores = scores - optional["alibi_slopes"][of_k.batch, :, None, None] * distance.abs()
     hidden = (distance < 0) & config.causal
+    head, query, key = (torch.arange(n) for n in (q.shape[2], seqlen_q, seqlen_k))
+    info = SeqlenInfo(seqlen_q, seqlen_k, of_q.begin * config.cu_q, of_k.begin * config.cu_k)
+    aux = [optional[name] for name in config.optional_tensors if name.startswith(mods.AUX)]
+    where = (of_k.batch, head[:, None, None], query[:, None], key, info, aux)
+    score_mod, score_mod_bwd, mask_mod = (
+        mods.function(key) for key in (config.score_mod, config.score_mod_bwd, config.mask_mod)
+    )
+    before = scores
+    if score_mod is not None:
+        scores = score_mod(scores, *where)
+    if mask_mod is not None:
+        hidden = hidden | ~torch.as_tensor(mask_mod(*where))
     if config.left:
-        hidden |= distance > numbers["left"]
+        hidden = hidden | (distance > numbers["left"])
     if config.right:
-        hidden |= -distance > numbers["right"]
+        hidden = hidden | (-distance > numbers["right"])
     p = (scores - lse * 0.6931471805599453).masked_fill(hidden, -torch.inf).exp()
-    ds = p * (dos @ vs.mT - d) * slope
+    ds = p * (dos @ vs.mT - d)
+    if score_mod_bwd is not None:
+        ds = score_mod_bwd(ds, before, *where).masked_fill(hidden | lse.isinf(), 0.0)
+    ds = ds * slope
     for target, x, factor in ((dk, ds.mT @ qs, numbers["scale"]), (dv, p.mT @ dos, 1.0)):
         by_head = (factor * x).unflatten(0, (-1, ratio)).sum(1).transpose(0, 1)
         target[of_k.entry, of_k.begin : of_k.begin + seqlen_k] = by_head
@@ -503,41 +520,123 @@ def test_the_sink_of_a_call_without_keys():
     torch.testing.assert_close(dsink, dlse.sum((0, 2)))
 
 
-UNBUILT = {
-    "mask_mod": {"mask_mod": strategies.dilated},
-    "score_mod": {"score_mod": strategies.relative_bias},
+MODS = {
+    "mask": {"mask_mod": strategies.dilated, "causal": True},
+    "score": {"score_mod": strategies.bent, "score_mod_bwd": strategies.bent_bwd},
+    "both, with tensors": {
+        "score_mod": strategies.bias_of_heads,
+        "score_mod_bwd": strategies.bias_of_heads_bwd,
+        "mask_mod": strategies.same_document,
+        "aux_tensors": [torch.randn(8, 4).t(), torch.arange(180).view(2, 90) // 40],
+    },
+    "cap, slopes and window": {
+        "score_mod": strategies.bent,
+        "score_mod_bwd": strategies.bent_bwd,
+        "softcap": 3.0,
+        "alibi_slopes": torch.linspace(0.01, 0.3, 4),
+        "window_size": (40, 10),
+        "learnable_sink": torch.zeros(4),
+    },
 }
 
 
-@pytest.mark.parametrize("name", UNBUILT)
-def test_gradients_of_features_are_refused_by_the_forward(name):
-    x, keywords = Inputs.draw(), UNBUILT[name]
-    function = flash4.flash_attn_func
-    with stand_in_gpu(run=lambda launch: None):
-        with pytest.raises(
-            NotImplementedError, match=f"gradients with {name} .*not built.*no_grad"
-        ):
-            function(*x.three, **keywords)
-        with torch.no_grad():
-            function(*x.three, **keywords)
-        function(*(t.detach() for t in x.three), **keywords)
+@pytest.mark.parametrize("dims", [(64, 64), (40, 24), (192, 128)], ids=str)
+@pytest.mark.parametrize("name", MODS)
+def test_gradients_of_mods(name, dims):
+    x, keywords = Inputs.draw(lengths=(90, 70), dims=dims), MODS[name]
+    with stand_in():
+        for _ in range(2):  # the second one finds its launches
+            out = flash4.flash_attn_func(*x.three, **keywords)
+            gradients = torch.autograd.grad(out, x.three, x.dout)
+    assert_gradients_close(gradients, x.three, x.dout, **keywords)
 
 
-@pytest.mark.parametrize("dims", [(136, 128), (128, 256)], ids=str)
-def test_gradients_of_sequences_with_wide_heads_are_refused(dims):
-    """By the forward, with the limit and what to call instead; up to head dim 128 they are built."""
-    x, used = Inputs.draw(dims=dims), torch.tensor([90, 30], dtype=torch.int32)
-    said = "sequences of different lengths are not built yet for head dims above 128; use flash_attn_func"
+def clipped_bwd(grad, score, *_):
+    """No derivative, but what a caller wants for one; not linear in the gradient."""
+    return grad * (1 + grad * grad)
+
+
+def test_what_score_mod_bwd_makes_of_gradients_is_up_to_the_caller():
+    x, keywords = Inputs.draw(), {"score_mod": strategies.bent, "score_mod_bwd": clipped_bwd}
+    with stand_in():
+        out = flash4.flash_attn_func(*x.three, **keywords)
+        gradients = torch.autograd.grad(out, x.three, x.dout)
+    assert_gradients_close(gradients, x.three, x.dout, **keywords)
+
+
+def test_mods_are_told_apart_in_the_backward():
+    """By numbers that they close over, the derivative's too."""
+    x, found = Inputs.draw(), []
+    with stand_in():
+        for factor, slope in ((1.0, 1.0), (0.5, 0.5), (0.5, 1.0), (1.0, 1.0)):
+            keywords = {
+                "score_mod": lambda score, *_: score * factor,  # noqa: B023
+                "score_mod_bwd": lambda grad, *_: grad * slope,  # noqa: B023
+            }
+            out = flash4.flash_attn_func(*x.three, **keywords)
+            found.append(torch.autograd.grad(out, x.three, x.dout))
+            assert_gradients_close(found[-1], x.three, x.dout, **keywords)
+    assert torch.equal(found[2][0] / 2, found[1][0]) or not torch.equal(found[2][0], found[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(found[0], found[3], strict=True))
+
+
+def test_a_score_mod_without_a_derivative_is_refused_by_the_forward():
+    """With what to pass; without gradients it needs none."""
+    x, said = Inputs.draw(), r"pass score_mod_bwd\(grad, score, batch, .*no_grad"
     with stand_in_gpu(run=lambda launch: None):
-        with pytest.raises(NotImplementedError, match=f"{said} .*no_grad"):
-            flash4.flash_attn_varlen_func(*x.three, seqused_k=used)
+        for function in (flash4.flash_attn_func, flash4.flash_attn_varlen_func):
+            with pytest.raises(ValueError, match=said):
+                function(*x.three, score_mod=strategies.bent)
+            with torch.no_grad():
+                function(*x.three, score_mod=strategies.bent)
+            function(*(t.detach() for t in x.three), score_mod=strategies.bent)
+    with pytest.raises(NotImplementedError, match="pass score_mod_bwd"):
+        flash4.explain(*x.three, backward=True, score_mod=strategies.bent)
+
+
+def test_a_derivative_of_nothing_is_refused():
+    x = Inputs.draw()
+    with stand_in_gpu(run=lambda launch: None):
+        with pytest.raises(ValueError, match="score_mod_bwd is the derivative of score_mod"):
+            flash4.flash_attn_func(*x.three, score_mod_bwd=strategies.bent_bwd)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_gradients_of_what_mods_read_are_refused(alone):
+    """Whoever else needs gradients."""
+    x, keywords = Inputs.draw(), dict(MODS["both, with tensors"])
+    aux = keywords["aux_tensors"]
+    keywords["aux_tensors"] = [aux[0].clone().requires_grad_(), aux[1]]
+    inputs = [t.detach() for t in x.three] if alone else x.three
+    with stand_in_gpu(run=lambda launch: None):
+        with pytest.raises(NotImplementedError, match=r"aux_tensors\[0\] are not built.*detach"):
+            flash4.flash_attn_func(*inputs, **keywords)
         with torch.no_grad():
-            flash4.flash_attn_varlen_func(*x.three, seqused_k=used)
-    problem = AttentionProblem(F16, 2, 70, 90, 4, 2, *dims, False, used_k=True)
-    assert said in dispatch.gradient_obstacle(problem)
-    with pytest.raises(NotImplementedError, match=f"sm90-bwd: takes .* 128.*wide: .*{said}"):
-        dispatch.plan_backward(problem, "sm_90a", WORKERS)
-    assert dispatch.gradient_obstacle(replace(problem, head_dim=128, head_dim_v=128)) is None
+            flash4.flash_attn_func(*inputs, **keywords)
+
+
+def test_changes_in_place_of_what_mods_read_are_noticed():
+    x, keywords = Inputs.draw(), dict(MODS["both, with tensors"])
+    keywords["aux_tensors"] = [t.clone() for t in keywords["aux_tensors"]]
+    with stand_in():
+        out = flash4.flash_attn_func(*x.three, **keywords)
+        keywords["aux_tensors"][0].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(out, x.three, x.dout)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_of_mods(reentrant):
+    x, keywords = Inputs.draw(), MODS["both, with tensors"]
+
+    def block(q, k, v):
+        return flash4.flash_attn_func(2 * q, k, v, **keywords)
+
+    with stand_in():
+        expected = torch.autograd.grad(block(*x.three), x.three, x.dout)
+        checkpoint(block, *x.three, use_reentrant=reentrant).backward(x.dout)
+    for tensor, gradient in zip(x.three, expected, strict=True):
+        assert torch.equal(tensor.grad, gradient)
 
 
 def test_gradients_of_slopes_are_refused():

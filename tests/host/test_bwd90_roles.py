@@ -234,6 +234,15 @@ SATURATED = strategies.Problem(
 )
 
 
+def numpy_options(options: CallOptions) -> CallOptions:
+    """Options with what the simulator takes for tensors."""
+    if options.alibi_slopes is not None:
+        options = options._replace(alibi_slopes=options.alibi_slopes.numpy())
+    if options.aux_tensors is not None:
+        options = options._replace(aux_tensors=[x.numpy() for x in options.aux_tensors])
+    return options
+
+
 @settings(max_examples=60)
 @given(strategies.problems(max_seqlen=400, max_scores=2**17), st.integers(0, 2**16))
 @example(SATURATED, 29379)
@@ -243,8 +252,7 @@ def test_calls_of_every_feature(problem, seed):
     assume(is_built(problem) and all(x.numel() for x in inputs))
     config = flash4.explain(*inputs, backward=True, **keywords).config
     options = options_of(*inputs, **keywords)
-    if options.alibi_slopes is not None:
-        options = options._replace(alibi_slopes=options.alibi_slopes.numpy())
+    options = numpy_options(options)
     out, lse = reference.attention(*inputs, return_lse=True, **keywords)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(problem.dtype)
     arrays = [x.float().numpy() for x in (*inputs, out.to(problem.dtype), lse, dout)]

@@ -21,6 +21,7 @@ from flash4.sm90.bwd_config import TILE_N
 from tests import strategies
 from tests.checks import assert_gradients_close
 from tests.gpu.gradients import is_built
+from tests.host.test_bwd90_roles import numpy_options, simulator_of
 from tests.strategies import Problem
 
 BF16 = torch.bfloat16
@@ -52,6 +53,20 @@ PROBLEMS = {
         window_size=(40, 9),
     ),
     "window": Problem(**D64, **PACKED, window_size=(40, 9)),
+    "mods": Problem(**D64, **PACKED, score_mod="bent", mask_mod="dilated", causal=True),
+    "mods in use": Problem(
+        **D64, lengths_q=(70, 0, 200), seqlen_k=140, batch=3, used_k=(140, 30, 99), alibi="by head",
+        softcap=3.0, score_mod="relative", mask_mod="documents",
+    ),
+    "d192 and 128": Problem(head_dim=192, head_dim_v=128, dtype=BF16, **PACKED, causal=True),
+    "d256 in use, mods": Problem(
+        head_dim=256, head_dim_v=256, seqlen_q=90, seqlen_k=150, batch=3, used_q=(90, 0, 66),
+        used_k=(3, 150, 128), score_mod="heads", sink=0.0,
+    ),
+    "d72 and 136, all features": Problem(
+        head_dim=72, head_dim_v=136, **PACKED, softcap=3.0, alibi="by head", ratio=2,
+        window_size=(40, 9), sink=1.0,
+    ),
     "causal window": Problem(**D64, **PACKED, window_size=(100, 0), ratio=3),
     "cap, sink and slopes": Problem(
         **D64, **PACKED, softcap=3.0, sink=1.0, alibi="by batch and head", ratio=2
@@ -65,9 +80,7 @@ PROBLEMS = {
 def arrays_of(problem, inputs, seed=0):
     """What ``simulate_backward`` takes beside a config, with the results of a forward that is right, and dout."""
     keywords = problem.keywords()
-    options = options_of(*inputs, **keywords)
-    if options.alibi_slopes is not None:
-        options = options._replace(alibi_slopes=options.alibi_slopes.numpy())
+    options = numpy_options(options_of(*inputs, **keywords))
     out, lse = reference.attention(*inputs, return_lse=True, **keywords)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(problem.dtype)
     arrays = [x.float().numpy() for x in (*inputs, out.to(problem.dtype), lse, dout)]
@@ -82,7 +95,7 @@ def run(problem, seed=0, workers=2, deterministic=False):
     ).config
     assert config.varlen
     arrays, options, dout = arrays_of(problem, inputs, seed)
-    results = simulate_backward(config, arrays, options, workers, seed)
+    results = simulator_of(config)(config, arrays, options, workers, seed)
     gradients = [torch.from_numpy(x).to(problem.dtype) for x in results]
     assert_gradients_close(gradients, inputs, dout, **keywords)
     return results
@@ -190,3 +203,41 @@ def test_turns_of_tiles_that_nobody_sees_would_wait_for_ever():
     with mock.patch.object(KvSteps, "rank", rank_of_all):
         with pytest.raises(Hazard, match="waits for.*turns"):
             run(problem, deterministic=True)
+
+
+NEIGHBOURS = {
+    "d64": Problem(**D64, **PACKED),
+    "d64, causal": Problem(**D64, **PACKED, causal=True, ratio=2),
+    "d128, cap and slopes": Problem(
+        head_dim=128, head_dim_v=128, **PACKED, softcap=3.0, alibi="by head", window_size=(90, 40)
+    ),
+    "d64, mods": Problem(**D64, **PACKED, score_mod="bent", mask_mod="dilated"),
+    "d192 and 128": Problem(head_dim=192, head_dim_v=128, **PACKED, causal=True),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "turns"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_what_a_sequence_holds_reaches_no_other_row(name, value, deterministic):
+    """Not even the rows around the sequences, whose tiles have no queries of their own but somebody's statistics."""
+    problem, spoilt = NEIGHBOURS[name], 0
+    inputs, keywords = problem.tensors(), problem.keywords()
+    config = flash4.explain(
+        *inputs, backward=True, deterministic=deterministic, arch="sm_90a", **keywords
+    ).config
+    (q, k, v, out, lse, dout), options, _ = arrays_of(problem, inputs)
+    expected = simulator_of(config)(config, (q, k, v, out, lse, dout), options)
+    rows_q, rows_k = (
+        slice(begins[spoilt], begins[spoilt + 1])
+        for begins in (problem._begins(problem.lengths_q), problem._begins(problem.lengths_k))
+    )
+    for x, rows in ((q, rows_q), (out, rows_q), (dout, rows_q), (k, rows_k), (v, rows_k)):
+        x[rows] = value
+    lse[:, rows_q] = np.nan
+    with np.errstate(all="ignore"):
+        found = simulator_of(config)(config, (q, k, v, out, lse, dout), options)
+    for got, wanted, rows in zip(found, expected, (rows_q, rows_k, rows_k), strict=True):
+        others = np.ones(len(got), bool)
+        others[rows] = False
+        assert (got[others] == wanted[others]).all()

@@ -448,17 +448,17 @@ def test_changes_in_place_are_noticed():
 
 
 def test_gradients_that_are_not_built_are_refused_every_time():
-    q, used = draw(2, 70, 2, 192).requires_grad_(), torch.tensor([70, 30], dtype=torch.int32)
+    q = draw(2, 70, 2, 192).requires_grad_()
     slopes = torch.zeros(2, 2, requires_grad=True)
     x = draw(2, 70, 2, 64)
     with stand_in_gpu(run=lambda launch: None):
         with torch.no_grad():
             for _ in range(2):
-                flash4.flash_attn_varlen_func(q, q, q, seqused_k=used)
+                flash4.flash_attn_func(q, q, q, score_mod=biased, aux_tensors=[slopes[0]])
                 flash4.flash_attn_func(x, x, x, alibi_slopes=slopes)
         for _ in range(2):
-            with pytest.raises(NotImplementedError, match="different lengths.*no_grad"):
-                flash4.flash_attn_varlen_func(q, q, q, seqused_k=used)
+            with pytest.raises(ValueError, match="score_mod_bwd.*no_grad"):
+                flash4.flash_attn_func(q, q, q, score_mod=biased, aux_tensors=[slopes[0].detach()])
             with pytest.raises(NotImplementedError, match="alibi_slopes"):
                 flash4.flash_attn_func(x, x, x, alibi_slopes=slopes)
 

@@ -209,6 +209,7 @@ BUILT = {
     "learnable_sink",
     "alibi_slopes",
     "score_mod",
+    "score_mod_bwd",
     "mask_mod",
     "aux_tensors",
     "deterministic",
@@ -217,7 +218,6 @@ BUILT = {
     "return_lse",
 }
 ASKS_FOR_SOMETHING = {
-    "score_mod_bwd": [lambda grad, *_: grad],
     "block_mask": [object(), torch.zeros(4)],
     "dropout_p": [0.1, 1.0, torch.tensor(0.5)],
     "num_splits": [2, 16, -1],
