@@ -187,6 +187,11 @@ class Problem:
         return any(x is not None for x in given)
 
     @property
+    def reads_tensors(self) -> bool:
+        """Whether a mod reads tensors."""
+        return self.score_mod == "heads" or self.mask_mod == "documents"
+
+    @property
     def out_shape(self) -> tuple[int, ...]:
         """Shape of out."""
         return (*self._rows(self.lengths_q, self.seqlen_q), self.heads, self.head_dim_v)
@@ -276,7 +281,7 @@ class Problem:
             keywords["score_mod"] = SCORE_MODS.get(self.score_mod)
             keywords["score_mod_bwd"] = SCORE_MODS_BWD.get(self.score_mod)
             keywords["mask_mod"] = MASK_MODS.get(self.mask_mod)
-            if self.score_mod == "heads" or self.mask_mod == "documents":
+            if self.reads_tensors:
                 keywords["aux_tensors"] = [x.to(device) for x in self._aux_tensors()]
         for name, numbers in lengths.items():
             if numbers is not None:

@@ -10,6 +10,7 @@ Every failure is printed as the command that repeats it.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import os
 import random
@@ -24,24 +25,73 @@ from tests.gpu.test_fuzz import compile_all, run_all
 from tests.strategies import Problem, random_problems
 
 MAX_SCORES = 2**24  # the reference keeps several matrices of so many float64
+CANDIDATES = 60  # of which the one with the most pairs of features that have not met yet is taken
+# Head dims of problems with mods, whose kernels are many: one of each kind.
+DIMS_OF_MODS = (
+    (128, 128, torch.bfloat16),
+    (64, 64, torch.float16),
+    (192, 128, torch.bfloat16),
+)
+
+
+def features_of(case: GradientCase) -> frozenset[str]:
+    """What a case has beyond a plain call, by names."""
+    p, left, right = case.problem, *case.problem.window_size
+    given = {
+        "causal": p.causal or right == 0,
+        "left": left not in (None, -1),
+        "right": right not in (None, -1, 0) and not p.causal,
+        "softcap": p.softcap,
+        "sink": p.sink is not None,
+        "alibi": p.alibi is not None,
+        "score_mod": p.score_mod is not None,
+        "mask_mod": p.mask_mod is not None,
+        "aux_tensors": p.reads_tensors,
+        "cu_seqlens_q": p.lengths_q is not None,
+        "cu_seqlens_k": p.lengths_k is not None,
+        "seqused_q": p.used_q is not None,
+        "seqused_k": p.used_k is not None,
+        "grouped heads": p.ratio > 1,
+        "wide heads": max(p.head_dim, p.head_dim_v) > 128,
+        "negative scale": (p.softmax_scale or 0) < 0,
+        "gradient of lse": case.dlse,
+        "deterministic": case.deterministic,
+    }
+    return frozenset(name for name, present in given.items() if present)
+
+
+def pairs_of(case: GradientCase) -> set[tuple[str, ...]]:
+    """Pairs of its features."""
+    return {*itertools.combinations(sorted(features_of(case)), 2)}
 
 
 def random_cases(n: int, seed: int, sequences: bool = False) -> list[GradientCase]:
-    """Make n cases, all of them of sequences of different lengths if asked; tensors of case i have the seed ``seed + i``."""
-    choose = random.Random(seed).choice
-    drawn = random_problems(1000 * n, seed, max_scores=MAX_SCORES)
-    wanted = (p for p in drawn if p.varlen or not sequences)
-    problems = itertools.islice((p for p in wanted if is_built(p)), n)
-    return [
-        GradientCase(
-            problem,
-            seed + i,
-            choose(DOUTS),
-            choose((False, False, True)),
-            choose((False,) * 5 + (True,)),
-        )
-        for i, problem in enumerate(problems)
-    ]
+    """Make n cases, all of them of sequences of different lengths if asked; tensors of case i have the seed ``seed + i``.
+
+    Of several that are drawn, the one is taken in which the most pairs of features meet for the first time.
+    """
+    generator = random.Random(seed)
+    drawn = _candidates(generator.choice, seed, sequences)
+    cases, met = [], set()
+    for i in range(n):
+        some = [next(drawn) for _ in range(CANDIDATES if i < n // 2 else 1)]
+        best = max(some, key=lambda case: len(pairs_of(case) - met))
+        met |= pairs_of(best)
+        cases.append(dataclasses.replace(best, seed=seed + i))
+    return cases
+
+
+def _candidates(choose, seed: int, sequences: bool):
+    """Cases whose gradients are built, without end."""
+    problems = random_problems(10**9, seed, max_scores=MAX_SCORES)
+    for problem in (p for p in problems if p.varlen or not sequences):
+        if problem.score_mod is not None or problem.mask_mod is not None:
+            head_dim, head_dim_v, dtype = choose(DIMS_OF_MODS)
+            changes = dict(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
+            problem = dataclasses.replace(problem, **changes)
+        if is_built(problem):
+            flags = choose((False, False, True)), choose((False,) * 5 + (True,))
+            yield GradientCase(problem, 0, choose(DOUTS), *flags)
 
 
 def main(arguments: list[str] | None = None) -> int:

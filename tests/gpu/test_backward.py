@@ -132,6 +132,33 @@ PROBLEMS = {
     "d200 unaligned": Problem(
         head_dim=200, head_dim_v=200, **SQUARE, layouts=("unaligned", "transposed", "interleaved")
     ),
+    "d128 mask_mod": Problem(**D128, **SQUARE, mask_mod="dilated"),
+    "d128 causal, score_mod": Problem(**D128, **SQUARE, causal=True, score_mod="bent"),
+    "d128 mods that read, grouped heads": Problem(
+        **D128, batch=2, heads_kv=2, ratio=3, seqlen_q=200, seqlen_k=300, score_mod="heads",
+        mask_mod="documents",
+    ),
+    "d128 cap, slopes, score_mod": Problem(
+        **D128, **SQUARE, causal=True, softcap=5.0, alibi="by head", score_mod="bent"
+    ),
+    "d64 score_mod": Problem(**D64, **SQUARE, score_mod="relative"),
+    "d64 causal window, mods": Problem(
+        **D64, heads_kv=2, ratio=2, seqlen_q=500, seqlen_k=700, window_size=(128, 0), sink=1.0,
+        score_mod="bent", mask_mod="dilated",
+    ),
+    "d40 and 56, mods that read": Problem(
+        head_dim=40, head_dim_v=56, **SQUARE, softmax_scale=-0.2, score_mod="relative",
+        mask_mod="documents",
+    ),
+    "d128 rows that mask_mod leaves without keys": Problem(
+        **D128, heads_kv=2, seqlen_q=300, seqlen_k=260, window_size=(0, 0), mask_mod="dilated", sink=0.0
+    ),
+    "d192 score_mod": Problem(**D192, **SQUARE, causal=True, score_mod="bent"),
+    "d256 mask_mod": Problem(**D256, **SQUARE, mask_mod="dilated"),
+    "d256 everything and mods": Problem(
+        **D256, batch=2, heads_kv=2, ratio=2, seqlen_q=333, seqlen_k=260, window_size=(100, 100),
+        softcap=3.0, sink=2.0, alibi="by batch and head", score_mod="heads", mask_mod="documents",
+    ),
     "d256 long": Problem(**D256, seqlen_q=3000, seqlen_k=3100, causal=True),
     "long": Problem(**D128, seqlen_q=3000, seqlen_k=3100, causal=True),
 }  # fmt: skip
@@ -212,6 +239,8 @@ TURNS = LARGE | {
         **D192, heads_kv=8, seqlen_q=2000, seqlen_k=4000, window_size=(300, 200)
     ),
     "d256 everything": PROBLEMS["d256 everything"],
+    "d128 mods": PROBLEMS["d128 cap, slopes, score_mod"],
+    "d256 mods": PROBLEMS["d256 everything and mods"],
 }
 
 
@@ -371,21 +400,119 @@ def test_what_nobody_writes_would_show():
     assert torch.empty(1 << 20, device=DEVICE).isnan().any()
 
 
-FEATURES = {
-    "mask_mod": {"mask_mod": strategies.dilated},
-    "score_mod": {"score_mod": strategies.relative_bias},
-    "slopes that need a gradient": {"alibi_slopes": torch.ones(2)},
+REFUSED = {
+    "score_mod": (ValueError, "pass score_mod_bwd", {"score_mod": strategies.relative_bias}),
+    "slopes that need a gradient": (
+        NotImplementedError,
+        "alibi_slopes are not built",
+        {"alibi_slopes": torch.ones(2)},
+    ),
+    "tensors of mods that need a gradient": (
+        NotImplementedError,
+        r"aux_tensors\[0\] are not built",
+        {"mask_mod": strategies.dilated, "aux_tensors": [torch.ones(2)]},
+    ),
 }
 
 
-@pytest.mark.parametrize("name", FEATURES)
+def _needing_gradients(x):
+    if isinstance(x, list):
+        return [_needing_gradients(y) for y in x]
+    return x.to(DEVICE).requires_grad_() if isinstance(x, torch.Tensor) else x
+
+
+@pytest.mark.parametrize("name", REFUSED)
 def test_gradients_that_are_not_built_are_refused_by_the_forward(name: str):
     inputs = GradientCase(PROBLEMS["d128 causal"]).inputs()
-    keywords = {
-        key: x.to(DEVICE).requires_grad_() if isinstance(x, torch.Tensor) else x
-        for key, x in FEATURES[name].items()
-    }
-    with pytest.raises(NotImplementedError, match="not built"):
-        flash4.flash_attn_func(*inputs, **keywords)
-    with torch.no_grad():
-        flash4.flash_attn_func(*inputs, **keywords)
+    error, said, keywords = REFUSED[name]
+    keywords = {key: _needing_gradients(x) for key, x in keywords.items()}
+    for function in (flash4.flash_attn_func, flash4.flash_attn_varlen_func):
+        with pytest.raises(error, match=said):
+            function(*inputs, **keywords)
+        with torch.no_grad():
+            function(*inputs, **keywords)
+
+
+AUTOGRAD = {name: PROBLEMS[name] for name in ("d128 causal", "d128 mods that read, grouped heads")}
+every_graph = pytest.mark.parametrize("name", AUTOGRAD)
+
+
+def _call(problem: Problem, inputs, keywords):
+    return problem.function(*inputs, **keywords | {"deterministic": True})
+
+
+@every_graph
+def test_a_graph_can_be_kept(name: str):
+    case = GradientCase(AUTOGRAD[name])
+    inputs, dout = case.inputs(), case.gradient_of_out()
+    out = _call(case.problem, inputs, case.problem.keywords(DEVICE))
+    first = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    second = torch.autograd.grad(out, inputs, dout)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="second time|already been freed"):
+        torch.autograd.grad(out, inputs, dout)
+
+
+@every_graph
+@pytest.mark.parametrize("changed", ["q", "k", "v", "out", "aux_tensors"])
+def test_changes_in_place_are_noticed(name: str, changed: str):
+    case = GradientCase(AUTOGRAD[name])
+    inputs, dout = case.inputs(), case.gradient_of_out()
+    keywords = case.problem.keywords(DEVICE)
+    for _ in range(2):  # by both ways of a call
+        out = _call(case.problem, inputs, keywords)
+        named = dict(zip("qkv", inputs, strict=True), out=out)
+        named["aux_tensors"] = keywords.get("aux_tensors", [None])[0]
+        if named[changed] is None:
+            pytest.skip("the call has none")
+        with torch.no_grad():
+            named[changed].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(out, inputs, dout)
+
+
+@every_graph
+def test_second_derivatives_are_refused(name: str):
+    case = GradientCase(AUTOGRAD[name])
+    inputs, dout = case.inputs(), case.gradient_of_out()
+    keywords = case.problem.keywords(DEVICE)
+    for _ in range(2):
+        out = _call(case.problem, inputs, keywords)
+        (dq, *_) = torch.autograd.grad(out, inputs, dout, create_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivatives.*create_graph"):
+            dq.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_of_mods(reentrant: bool):
+    case = GradientCase(AUTOGRAD["d128 mods that read, grouped heads"])
+    inputs, dout = case.inputs(), case.gradient_of_out()
+    keywords = case.problem.keywords(DEVICE)
+
+    def block(q, k, v):
+        return _call(case.problem, (q, k, v), keywords)
+
+    expected = torch.autograd.grad(block(*inputs), inputs, dout)
+    checkpoint(block, *inputs, use_reentrant=reentrant).backward(dout)
+    for tensor, gradient in zip(inputs, expected, strict=True):
+        assert torch.equal(tensor.grad, gradient)
+
+
+def test_other_numbers_of_mods_are_other_gradients():
+    """By closure values, the derivative's too; the first ones are found again."""
+    case = GradientCase(PROBLEMS["d128 causal"])
+    inputs, dout = case.inputs(), case.gradient_of_out()
+    found = []
+    for factor, slope in ((1.0, 1.0), (0.5, 0.5), (1.0, 0.5), (1.0, 1.0)):
+        out = flash4.flash_attn_func(
+            *inputs,
+            causal=True,
+            deterministic=True,
+            score_mod=lambda score, *_: score * factor,  # noqa: B023
+            score_mod_bwd=lambda grad, *_: grad * slope,  # noqa: B023
+        )
+        found.append(torch.autograd.grad(out, inputs, dout))
+    assert all(torch.equal(a, b) for a, b in zip(found[0], found[3], strict=True))
+    assert not torch.equal(found[0][2], found[1][2])
+    # dS is half as large, and rounding does not mind.
+    assert torch.equal(found[2][1], found[0][1] / 2) and torch.equal(found[2][2], found[0][2])

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flash4.common import mods
 from flash4.jit import compile as jit_compile
 from flash4.jit.inspect import Resources, resources
 from flash4.passes.bwd_config import FINISH, PREPARE, passes_of
@@ -23,6 +24,7 @@ from flash4.sm90.bwd_config import MMA_WARPGROUPS, TILE_N, BackwardConfig, choos
 from flash4.sm90.bwd_late_roles import LateRoles
 from flash4.sm90.bwd_roles import BackwardRoles
 from flash4.sm90.fwd_config import MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT
+from tests import strategies
 from tests.host.test_compile_fwd90 import MMA_K, SLACK, WORKERS, calls
 
 LIMITS = Path(__file__).with_name("bwd90_limits.json")
@@ -97,6 +99,35 @@ CONFIGS |= {
     )
     for name in ("64/64 full", "64/64 causal", "128/128 full", "128/128 causal")
 }
+SCORE = {
+    "score_mod": mods.register(strategies.bent),
+    "score_mod_bwd": mods.register(strategies.bent_bwd),
+}
+MASK = {"mask_mod": mods.register(strategies.dilated)}
+READING = {  # mods that read tensors
+    "score_mod": mods.register(strategies.bias_of_heads),
+    "score_mod_bwd": mods.register(strategies.bias_of_heads_bwd),
+    "mask_mod": mods.register(strategies.same_document),
+    "aux": mods.encode_aux([torch.empty(4, 8), torch.empty(2, 8, dtype=torch.int32)]),
+}
+CONFIGS |= {
+    f"{d}/{dv} {name}": config_for(d, dv, **facts)
+    for d, dv, name, facts in (
+        (64, 64, "causal, score_mod", {"causal": True} | SCORE),
+        (64, 64, "mods, everything, turns, all lengths", EVERYTHING | LENGTHS | SCORE | MASK),
+        (64, 64, "mods that read", READING),
+        (128, 128, "causal, mask_mod", {"causal": True} | MASK),
+        (128, 128, "causal, score_mod", {"causal": True} | SCORE),
+        (128, 128, "mods that read, packed", PACKED | READING),
+        (
+            128,
+            128,
+            "mods, everything, turns, all lengths",
+            EVERYTHING | LENGTHS | SCORE | MASK | {"deterministic": True},
+        ),
+        (96, 128, "mods that read, everything", EVERYTHING | READING),
+    )
+}
 TOO_LARGE = BackwardConfig(True, 128, 128, 96, True, swap_dq=True)
 
 
@@ -135,7 +166,8 @@ def test_resources(name, compiled):
     assert found.spill_loads == found.spill_stores == 0, f"spills: {found}"
     assert not found.serialised, f"MMAs are serialised: {found}"
     phases = PHASES + config.left
-    exponentials = config.tile_m * TILE_N // MMA_WARPGROUPS // 128 * (1 + config.softcap)
+    again = 1 if config.score_mod else 0  # P is made twice, but no tanh
+    exponentials = config.tile_m * TILE_N // MMA_WARPGROUPS // 128 * (1 + config.softcap + again)
     roles, rest = (LateRoles, TILE_N // MMA_K) if config.late else (BackwardRoles, 0)
     assert found.waits == calls(roles.mma, phases)["wait_mma"], found
     assert found.hgmma == phases * products(config) + rest, found  # the last dQ behind the loop

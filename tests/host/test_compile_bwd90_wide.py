@@ -19,7 +19,17 @@ from flash4.sm90.bwd_joint_roles import JointBackwardRoles
 from flash4.sm90.bwd_wide_config import WideBackwardConfig, choose_config
 from flash4.sm90.bwd_wide_roles import WideBackwardRoles
 from flash4.sm90.fwd_config import MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT
-from tests.host.test_compile_bwd90 import EVERYTHING, PHASES, WINDOW_TURNS, compile_all
+from tests.host.test_compile_bwd90 import (
+    EVERYTHING,
+    LENGTHS,
+    MASK,
+    PACKED,
+    PHASES,
+    READING,
+    SCORE,
+    WINDOW_TURNS,
+    compile_all,
+)
 from tests.host.test_compile_fwd90 import MMA_K, SLACK, calls
 
 LIMITS = Path(__file__).with_name("bwd90_wide_limits.json")
@@ -56,6 +66,19 @@ CONFIGS = {
         (192, 128, "everything", EVERYTHING),
         (128, 256, "everything", EVERYTHING),
         (256, 128, "everything", EVERYTHING),
+        (192, 128, "packed", PACKED),
+        (256, 256, "causal, all lengths", LENGTHS | {"causal": True}),
+        (
+            256,
+            256,
+            "everything, turns, all lengths",
+            EVERYTHING | LENGTHS | {"deterministic": True},
+        ),
+        (192, 128, "causal, score_mod", {"causal": True} | SCORE),
+        (192, 128, "mods that read", READING),
+        (256, 256, "causal, score_mod", {"causal": True} | SCORE),
+        (256, 256, "mask_mod", MASK),
+        (192, 128, "mods, everything, all lengths", EVERYTHING | LENGTHS | SCORE | MASK),
     )
 }
 # Not chosen: CTAs that share loads alone, and a single one at 256/256.
@@ -97,7 +120,8 @@ def test_resources(name, compiled):
     exponentials = config.tile_m * MMA_ROWS // 128 * (1 + config.softcap)
     assert found.waits == waits, found
     assert found.hgmma == phases * of_v + of_k, found
-    assert found.exp2 == phases * exponentials, found
+    again = 1 if config.score_mod else 0  # by ``mma_k``
+    assert found.exp2 == (phases + again) * exponentials, found
     graph = config.graph
     assert found.registers * graph.threads == graph.launch_registers >= graph.registers, found
 
