@@ -38,6 +38,17 @@ LARGE = {
     "d128 window": Problem(
         **D128, heads_kv=4, lengths_q=UNEVEN, lengths_k=UNEVEN, window_size=(200, 0)
     ),
+    "d128 mods": Problem(
+        **D128, heads_kv=2, lengths_q=UNEVEN, lengths_k=UNEVEN, causal=True, around=(7, 300),
+        score_mod="bent", mask_mod="documents",
+    ),
+    "d192 causal": Problem(
+        **D128 | {"head_dim": 192}, heads_kv=3, lengths_q=UNEVEN, lengths_k=UNEVEN, causal=True, around=(7, 300)
+    ),
+    "d256 in use": Problem(
+        head_dim=256, head_dim_v=256, dtype=BF16, heads_kv=2, ratio=2, seqlen_q=700, seqlen_k=900,
+        batch=4, used_q=(700, 0, 130, 699), used_k=(1, 900, 555, 128), score_mod="relative",
+    ),
     "d128 everything": Problem(
         **D128, heads_kv=2, ratio=2, lengths_q=UNEVEN, lengths_k=UNEVEN[::-1], softcap=3.0, sink=1.0,
         alibi="by batch and head", window_size=(300, 100), used_q=(1800, 0, 2, 500, 64, 0, 1, 1279),
@@ -75,7 +86,7 @@ def test_inputs_lie_anyhow(name: str, layouts: tuple[str, str, str]):
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 79, 80, 81, 127, 128, 129, 257])
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192])
 def test_edges_of_tiles(head_dim: int, length: int):
     """Each sequence begins where the one before ends: what is stored too far lies in the next one."""
     lengths = (length, 200, 1, length, 128, length)
@@ -245,7 +256,7 @@ def all_cases() -> list[GradientCase]:
     """Every kernel that these tests launch, for compiling them in parallel beforehand."""
     cases = [GradientCase(p, dlse=dlse) for p in PROBLEMS.values() for dlse in (False, True)]
     cases += [GradientCase(p, deterministic=True) for p in LARGE.values()]
-    for head_dim in (64, 96, 128):
+    for head_dim in (64, 96, 128, 192):
         for causal in (False, True):
             problem = Problem(BF16, 1, 2, 1, head_dim, head_dim, causal=causal)
             cases.append(GradientCase(replace(problem, lengths_q=(1,), lengths_k=(1,))))
