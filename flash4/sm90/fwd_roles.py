@@ -41,7 +41,6 @@ class ForwardRoles:
         turn.open()
         tile = tiles.first()
         while tile.valid:
-            ops.begin(tile)  # O = 0, m = -inf, l = 0
             q_slot = q_consumer.wait_and_advance()
             unseen = ops.unseen_blocks(tile)  # past every key that this warpgroup's rows see
             for _ in range(unseen):
@@ -50,12 +49,14 @@ class ForwardRoles:
                 v_slot = v_consumer.wait_beside(k_slot)
                 v_slot.release()
             k_slot = k_consumer.wait_and_advance()
-            s_first = ops.qk(q_slot, k_slot)  # S = Q K^T, last block
+            s_first = ops.qk(q_slot, k_slot)  # S = Q K^T, last block; what is beside it waits for nothing
+            ops.begin(tile)  # O = 0, m = -inf, l = 0
+            phases = ops.phases(tile)  # masked blocks, then the others
             ops.wait_mma(0)
             k_slot.release()
             ops.softmax_first(tile, tile.n_blocks - 1 - unseen, s_first)  # P = exp(S - m), l
             ops.convert_p(s_first)
-            for phase in ops.phases(tile):  # masked blocks, then the others: unrolled
+            for phase in phases:  # unrolled
                 for i in range(phase.begin, phase.end):
                     before = k_slot
                     k_slot = k_consumer.wait_and_advance()
