@@ -392,7 +392,8 @@ def _section_to_hand_out(problem: AttentionProblem, config, grid: Grid, workers:
     heads, cut = grid.head_count, problem.causal or problem.window_right
     most = CAUSAL_SECTION_BYTES // _bytes_per_head(problem, grid)
     left = USUAL_WINDOW - 1 if problem.window_left else None
-    if problem.window_left and cut:  # a head needs its window, and what the workers on it move on by
+    if problem.window_left and cut:
+        # Of a head its window is live, and what the workers that share it move on by.
         keys = SECTION_BYTES * problem.seqlen_k // _bytes_per_head(problem, grid)
         most = max(most, (keys - workers * config.tile_q) // USUAL_WINDOW)
     most = max(1, min(heads, most))

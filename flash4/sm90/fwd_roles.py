@@ -49,8 +49,8 @@ class ForwardRoles:
                 v_slot = v_consumer.wait_beside(k_slot)
                 v_slot.release()
             k_slot = k_consumer.wait_and_advance()
-            s_first = ops.qk(q_slot, k_slot)  # S = Q K^T, last block; what is beside it waits for nothing
-            ops.begin(tile)  # O = 0, m = -inf, l = 0
+            s_first = ops.qk(q_slot, k_slot)  # S = Q K^T, last block
+            ops.begin(tile)  # O = 0, m = -inf, l = 0, beside it
             phases = ops.phases(tile)  # masked blocks, then the others
             ops.wait_mma(0)
             k_slot.release()

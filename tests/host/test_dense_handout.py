@@ -86,7 +86,11 @@ class Greedy(Given):
 CAUSAL = KvBlocks(64, 64, True)
 # Sides of a window that cuts nothing, some blocks, all but one; at the left alone, too.
 WINDOWS = [KvBlocks(64, 64, True, left) for left in (0, 70, 4096)]
-WINDOWS += [KvBlocks(64, 64, False, 100), KvBlocks(64, 64, False, 64, 0), KvBlocks(64, 64, False, 1, 90)]
+WINDOWS += [
+    KvBlocks(64, 64, False, 100),
+    KvBlocks(64, 64, False, 64, 0),
+    KvBlocks(64, 64, False, 1, 90),
+]
 
 
 def launch(counter, workers, heads, redoes, rng, kind=Given, blocks=CAUSAL):
@@ -142,7 +146,12 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_tiles_of_a_left_window_are_handed_out(head_dim, mask):
-    for shape in ((2, 8192, 8192, 16, 16), (1, 100, 300, 8, 2), (1, 1, 4096, 2, 2), (3, 700, 5000, 12, 4)):
+    for shape in (
+        (2, 8192, 8192, 16, 16),
+        (1, 100, 300, 8, 2),
+        (1, 1, 4096, 2, 2),
+        (3, 700, 5000, 12, 4),
+    ):
         found = plan(*shape, head_dim, **MASKS[mask])
         assert found.config.handed_out
         assert 1 <= found.section <= found.grid.head_count
@@ -179,7 +188,9 @@ def test_left_windows_balance_better_than_in_a_fixed_order(shape, window):
 def test_the_window_of_the_benchmark():
     found = plan(2, 8192, 8192, 16, 16, 128, **MASKS["causal, left"])
     assert found.section == 16
-    assert found.schedule(MULTIPROCESSORS, left=1023).handed_out()[1] == pytest.approx(1.0118, abs=5e-4)
+    assert found.schedule(MULTIPROCESSORS, left=1023).handed_out()[1] == pytest.approx(
+        1.0118, abs=5e-4
+    )
 
 
 def test_asking_once_too_often_is_seen():
