@@ -41,6 +41,7 @@ class ForwardRoles:
         turn.open()
         tile = tiles.first()
         while tile.valid:
+            ops.begin(tile)  # O = 0, m = -inf, l = 0
             q_slot = q_consumer.wait_and_advance()
             unseen = ops.unseen_blocks(tile)  # past every key that this warpgroup's rows see
             for _ in range(unseen):
@@ -50,8 +51,7 @@ class ForwardRoles:
                 v_slot.release()
             k_slot = k_consumer.wait_and_advance()
             s_first = ops.qk(q_slot, k_slot)  # S = Q K^T, last block
-            ops.begin(tile)  # O = 0, m = -inf, l = 0, beside it
-            phases = ops.phases(tile)  # masked blocks, then the others
+            phases = ops.phases(tile)  # masked blocks, then the others; found beside the product
             ops.wait_mma(0)
             k_slot.release()
             ops.softmax_first(tile, tile.n_blocks - 1 - unseen, s_first)  # P = exp(S - m), l
