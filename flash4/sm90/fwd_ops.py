@@ -381,8 +381,9 @@ class MmaOps:
         if c.score_mod or c.mask_mod:
             self._apply_mods(tile, n_block, S)
         if masked and (c.causal or c.left or c.right):
-            self._mask(tile, n_block, S, left=not first, right=not left_only)
-            if first and c.left:
+            apart = first and c.left and c.skip  # without skip a register would spill for it
+            self._mask(tile, n_block, S, left=not apart, right=not left_only)
+            if apart:
                 self._mask_left(tile, n_block, S)
         elif masked:
             self._mask_tail(tile, n_block, S)
