@@ -18,6 +18,7 @@ from flash4.common.numerics import LOG2E
 from flash4.problem import CallOptions
 from flash4.sim.barriers import NamedBarrier, Semaphore
 from flash4.sim.bulk import Accumulator, BulkGroups
+from flash4.sim.bwd_exchange import Exchange, barriers_of_ds, barriers_of_turns
 from flash4.sim.bwd_sequences import (
     sides_of,
     slots_and_entries,
@@ -32,12 +33,12 @@ from flash4.sim.machine import Machine
 from flash4.sim.memory import Fragment, Region, Space
 from flash4.sim.rings import End, MmaQueue, Ring
 from flash4.sim.sm90_fwd import matmul, round_to_16_bit
+from flash4.sm90.bwd_alternate_roles import AlternateRoles
 from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, TILE_N, BackwardConfig
 from flash4.sm90.bwd_late_roles import LateRoles
 from flash4.sm90.bwd_ops import (
     BARRIER_DQ_EMPTY,
     BARRIER_DQ_FULL,
-    BARRIER_DS_EMPTY,
     BARRIER_EXCHANGE,
     BARRIER_STORE,
     BOX_THREADS,
@@ -153,47 +154,6 @@ class LoadOps:
             block = np.concatenate([block, column[:, None]], 1)
             nbytes += column.nbytes
         slot.fill(block, nbytes)
-
-
-class Exchange:
-    """Where both MMA warpgroups meet, or tell each other how far they are with the dS of a number.
-
-    Args:
-        meeting: of both.
-        empty: barriers by warpgroup that writes dS and stage; None where they always meet.
-        group: whose end this is.
-    """
-
-    def __init__(self, meeting: NamedBarrier, empty, group: int):
-        self._meeting, self._empty, self._group = meeting, empty, group
-
-    def sync(self):
-        """Wait for the other warpgroup."""
-        self._meeting.sync()
-
-    def open(self):
-        """Say that the stage of the other's first dS is empty."""
-        self.release(1)
-
-    def acquire(self, number):
-        """Wait until the other has read the dS that the stage of ``number`` held."""
-        self._empty[self._group][number % STAGES].sync()
-
-    def release(self, number):
-        """Say that this warpgroup has read the other's dS."""
-        barrier = self._empty[1 - self._group][number % STAGES]
-        barrier.arrive()
-        barrier.machine.give_way()
-
-
-def _ds_barriers(machine: Machine):
-    """Barriers of dS by warpgroup that writes it and stage."""
-
-    def barrier(group, stage):
-        number, name = BARRIER_DS_EMPTY + STAGES * group + stage, f"ds[{group}][{stage}] empty"
-        return NamedBarrier(machine, number, name, EXCHANGE_THREADS, WARPGROUP)
-
-    return [[barrier(group, stage) for stage in range(STAGES)] for group in GROUPS]
 
 
 @dataclass(frozen=True)
@@ -557,8 +517,15 @@ class Variation:
 
     roles: type = BackwardRoles
     late_roles: type = LateRoles  # of a config with ``late``
+    alternate_roles: type = AlternateRoles  # of one with ``alternate``
     miscounts: dict = field(default_factory=dict)
     strict: bool = True
+
+    def roles_of(self, config: BackwardConfig) -> type:
+        """The roles of a config."""
+        if config.alternate:
+            return self.alternate_roles
+        return self.late_roles if config.late else self.roles
 
     def fill(self, machine: Machine, call: Call, worker: int, numbers):
         """Set up what works on the tiles of a worker, with their ``numbers`` if they are handed out: one CTA."""
@@ -709,7 +676,7 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, n
     ``prefix`` is that of its names, ``numbers`` those of its tiles if they are handed out.
     """
     config, graph = call.config, call.config.graph
-    role_class = variation.late_roles if config.late else variation.roles
+    role_class = variation.roles_of(config)
     schedule = role_class()
     memory, bases = Space(machine), graph.addresses()
     shapes = {
@@ -735,7 +702,8 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, n
         return [End(named[name], variation.miscounts.get((role, name), 0)) for name in order]
 
     meeting = NamedBarrier(machine, BARRIER_EXCHANGE, "exchange", EXCHANGE_THREADS, WARPGROUP)
-    empty = _ds_barriers(machine) if config.late else None
+    empty = barriers_of_ds(machine) if config.late else None
+    turns = barriers_of_turns(machine) if config.alternate else None
     roles = {name: plain(getattr(role_class, name)) for name in ("load", "mma", "reduce")}
     order, call_for = ("k", "v", "q", "do"), _tiles_of_roles(machine, call, memory, numbers)
     mine = call_for(GivenKvTiles, 1)
@@ -753,7 +721,11 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, n
         )
         mine = call_for(ToldKvTiles, WARPS)
         ops = MmaOps(machine, mine, prefix, group, regions, box)
-        ends_and_signals = (*ends("mma", order), Exchange(meeting, empty, group), Outbox(box))
+        ends_and_signals = (
+            *ends("mma", order),
+            Exchange(meeting, empty, turns, group),
+            Outbox(box),
+        )
         machine.spawn(
             f"{prefix}mma[{group}]", roles["mma"], schedule, ops, mine.tiles, *ends_and_signals
         )

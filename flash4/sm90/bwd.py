@@ -39,6 +39,7 @@ from flash4.common.tma_views import (
     ragged_store_view,
     rows_of_entry,
 )
+from flash4.sm90.bwd_alternate_roles import AlternateRoles
 from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, TILE_N, TILE_SLOTS, BackwardConfig
 from flash4.sm90.bwd_convert import ConvertOps
 from flash4.sm90.bwd_late_roles import LateRoles
@@ -134,6 +135,8 @@ class BackwardSm90:
 
     def _schedule(self):
         """The role functions."""
+        if self.config.alternate:
+            return AlternateRoles()
         return LateRoles() if self.config.late else BackwardRoles()
 
     def fake_arguments(self):

@@ -130,6 +130,7 @@ class BackwardConfig(BackwardFacts):
         alibi: scores lose a slope of their head times the distance between query and key.
         ordered: tiles add to dQ in a fixed order, so that it is bitwise repeatable.
         late: a step multiplies dQ of the step before, so that the warpgroups need not keep step.
+        alternate: late, and the warpgroups multiply by turns: while one does, the other computes P and dS.
         first_stores: the first tile of keys stores its part of dQ where the others wait for it and add, so that nothing need
             be zero before. It must visit every block of queries.
         backwards: blocks of queries come by from the last to the first, so that all tiles of a head begin with the same.
@@ -157,6 +158,7 @@ class BackwardConfig(BackwardFacts):
     alibi: bool = False
     ordered: bool = False
     late: bool = False
+    alternate: bool = False
     handed_out: bool = False
     first_stores: bool = False
     backwards: bool = False
@@ -177,6 +179,10 @@ class BackwardConfig(BackwardFacts):
             raise ValueError(f"tile_m is {self.tile_m}; supported are 64 and 128, or swap_dq")
         if self.causal and self.right:
             raise ValueError("causal and right exclude each other: causal is a right side of 0")
+        if self.alternate and not self.late:
+            raise ValueError(
+                "alternate without late: a turn would wait for dS of the other warpgroup"
+            )
         if self.first_stores and (self.left or self.right):
             raise ValueError(
                 "first_stores with a window: the first tile does not visit all queries"
@@ -364,11 +370,6 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
             tile = {"tile_m": 48, "swap_dq": True}
     elif tile_d == tile_dv == 64 and not problem.deterministic and not windows_of_sequences:
         tile = {"tile_m": 128}
-    elif tile_d == 128 and plain(problem):
-        return (
-            tile,
-            "64 queries per step: fewer of them are masked, and dK and dV leave through the box of dQ",
-        )
     elif tile_d == 128 and not (tile_dv == 128 and problem.deterministic and problem.window_left):
         tile = {"tile_m": 80, "swap_dq": True}
     dims = f"head dims {tile_d}/{tile_dv}{' and a cap' if problem.softcap else ''}"
@@ -386,7 +387,7 @@ def choose_order(config: BackwardConfig, problem) -> tuple[dict, tuple[str, ...]
 
     ``converts`` and ``ahead`` are chosen by nobody before they have run on a GPU.
     """
-    if not plain(problem) or config.swap_dq or not config.box_holds_results:
+    if not plain(problem) or not config.box_holds_results:
         return {}, (
             "one CTA for each tile of keys, and kernels one after the other: features or head dims ask for it",
         )
@@ -398,8 +399,8 @@ def choose_order(config: BackwardConfig, problem) -> tuple[dict, tuple[str, ...]
             "the first tile visits all queries, and stores its part of dQ instead of adding it to zeros"
         )
     if config.tile_d == config.tile_dv == 64 and problem.seqlen_q >= LATE_QUERIES:
-        fields["late"] = True
+        fields |= {"late": True, "alternate": True}
         reasons.append(
-            f"dQ a step late: from {LATE_QUERIES} queries on tiles are long enough for it to pay"
+            f"dQ a step late, and products by turns: from {LATE_QUERIES} queries on tiles are long enough for it to pay"
         )
     return fields, tuple(reasons)

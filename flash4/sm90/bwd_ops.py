@@ -29,6 +29,7 @@ BARRIER_STORE = 6  # one per MMA warpgroup: 6, 7
 BARRIER_DS_EMPTY = (
     8  # two per MMA warpgroup, by turns, for its dS that the other one has read: 8, 9 and 10, 11
 )
+BARRIER_TURN = 12  # one per MMA warpgroup: 12, 13
 EXCHANGE_THREADS = 2 * WARPGROUP
 BOX_THREADS = WARPGROUP + WARP  # a warpgroup that fills the box of dQ, and the warp that empties it
 
@@ -120,6 +121,22 @@ class Exchange(Meeting):
     def open(self):
         """Say that the stage of the other's first dS is empty."""
         self.release(1)
+
+    @cute.jit
+    def open_turns(self):
+        """The first turn is that of the first warpgroup."""
+        if self.warpgroup == 1:
+            self.pass_turn()
+
+    def take_turn(self):
+        """Wait until the other warpgroup has issued its products."""
+        barrier = BARRIER_TURN + self.warpgroup
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=EXCHANGE_THREADS)
+
+    def pass_turn(self):
+        """Let the other warpgroup issue its products, behind those of this one."""
+        barrier = BARRIER_TURN + 1 - self.warpgroup
+        cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=EXCHANGE_THREADS)
 
     def acquire(self, number):
         """Wait until the other has read the dS that the stage of ``number`` held."""

@@ -236,7 +236,8 @@ KEYWORDS = (
 def choose_converting(config, problem, choose=bwd_config.choose_order):
     """As ``choose_order``, and a warp converts dQ where tiles are handed out."""
     fields, reasons = choose(config, problem)
-    return {**fields, "converts": True} if fields else {}, reasons
+    rows = {"tile_m": 64, "swap_dq": False, "converts": True}
+    return {**fields, **rows} if fields else {}, reasons
 
 
 @pytest.mark.parametrize("converts", [False, True])

@@ -127,15 +127,15 @@ CONFIGS += [(BackwardConfig(True, 128, 128, 80, True, swap_dq=True), 128, 128)]
 
 
 CONFIGS += [
-    (replace(config, converts=True, ahead=config.tile_m == 64), *dims)
+    (replace(config, tile_m=64, swap_dq=False, converts=True, ahead=True), *dims)
     for config, *dims in CONFIGS[: len(KINDS)]
     if config.handed_out
 ]
 IN_ORDER = {"handed_out": False, "first_stores": False, "backwards": False, "converts": False}
 CONFIGS += [
-    (replace(config, **IN_ORDER, late=late), *dims)
+    (replace(config, **IN_ORDER, late=late, alternate=alternate), *dims)
     for config, *dims in CONFIGS[:2]
-    for late in (False, True)
+    for late, alternate in ((False, False), (True, False), (True, True))
 ]
 
 
