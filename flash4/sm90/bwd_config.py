@@ -376,29 +376,21 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
     return tile, f"{tile['tile_m']} queries per step: what registers hold beside {dims}"
 
 
-def plain(problem) -> bool:
-    """Whether a call has nothing beyond a causal mask that the order of tiles and additions depends on, or registers do."""
-    limited = problem.window_left or problem.window_right or problem.varlen
-    return not (limited or problem.softcap or problem.alibi or problem.deterministic)
-
-
 def choose_order(config: BackwardConfig, problem) -> tuple[dict, tuple[str, ...]]:
-    """Return the config fields that say who does what when, and the reasons.
-
-    ``converts`` and ``ahead`` are chosen by nobody before they have run on a GPU.
-    """
-    if not plain(problem) or not config.box_holds_results:
+    """Return the config fields that say who does what when, and the reasons."""
+    if config.varlen or not config.box_holds_results:
         return {}, (
-            "one CTA for each tile of keys, and kernels one after the other: features or head dims ask for it",
+            "one CTA for each tile of keys, and kernels one after the other: lengths or head dims ask for it",
         )
-    fields = {"handed_out": True, "backwards": True, "chained": True}
+    fields = {"handed_out": True, "chained": True, "backwards": not config.left}
     reasons = ["tiles handed out, and kernels launched before the one before has ended"]
-    if not problem.causal or problem.seqlen_q <= problem.seqlen_k:
+    window = config.left or config.right
+    if not window and (not problem.causal or problem.seqlen_q <= problem.seqlen_k):
         fields["first_stores"] = True
         reasons.append(
             "the first tile visits all queries, and stores its part of dQ instead of adding it to zeros"
         )
-    if config.tile_d == config.tile_dv == 64 and problem.seqlen_q >= LATE_QUERIES:
+    if config.tile_m == 2 * MMA_ROWS and not window and problem.seqlen_q >= LATE_QUERIES:
         fields |= {"late": True, "alternate": True}
         reasons.append(
             f"dQ a step late, and products by turns: from {LATE_QUERIES} queries on tiles are long enough for it to pay"
