@@ -43,7 +43,6 @@ DROPPED = {
     *("post", "tail", "meet"),  # of signals, rings and pairs on Blackwell
     *("post_nothing", "wait_stores"),  # of tiles that are handed out
     *("sync", "acquire", "wait_read", "wait_turn", "pass_turn", "drain"),  # of the backward
-    *("pass_last_turn", "wait_sums"),
     *("post_p", "wait_p", "post_ds", "wait_ds"),  # of the wide one
     *("wait_peer", "release_peer", "acquire_ds"),  # and of its pairs of CTAs
 }
@@ -194,9 +193,8 @@ class BackwardProblem:
 
 HANDED_OUT = {"handed_out": True, "first_stores": True, "backwards": True}
 BY_TURNS = {"late": True, "alternate": True}
-CONVERTED = {**HANDED_OUT, "converts": True, "ahead": True}
 # Tiles of one step and of several, with and without a mask, one tile and several of a CTA, both ways to share out dQ; dQ a
-# step late, products by turns, tiles handed out, sums that the first tile stores, and that a warp converts.
+# step late, products by turns, tiles handed out, sums that the first tile stores.
 BACKWARD_PROBLEMS = (
     BackwardProblem(BackwardConfig(True, 16, 16, 64, False), 300, 200),
     BackwardProblem(BackwardConfig(True, 16, 16, 64, True), 200, 300, 2),
@@ -208,8 +206,6 @@ BACKWARD_PROBLEMS = (
     BackwardProblem(BackwardConfig(True, 16, 16, 64, True, late=True, **HANDED_OUT), 300, 400),
     BackwardProblem(BackwardConfig(True, 16, 16, 64, True, **BY_TURNS), 200, 300, 2),
     BackwardProblem(BackwardConfig(True, 16, 16, 64, False, **BY_TURNS, **HANDED_OUT), 300, 400),
-    BackwardProblem(BackwardConfig(True, 16, 16, 64, False, **CONVERTED), 150, 400, 1, 2),
-    BackwardProblem(BackwardConfig(True, 16, 16, 64, True, late=True, **CONVERTED), 300, 300, 1, 2),
 )
 
 # One and two parts of dQ for a warpgroup, one CTA and two, one slot of dO and two.

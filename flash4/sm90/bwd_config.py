@@ -78,8 +78,8 @@ class BackwardFacts:
 
     @property
     def turns(self) -> bool:
-        """Whether somebody waits for additions to dQ: other tiles, or ``convert``."""
-        return self.ordered or self.first_stores or self.converts
+        """Whether tiles wait for additions of others to dQ."""
+        return self.ordered or self.first_stores
 
     @property
     def optional_tensors(self) -> tuple[str, ...]:
@@ -88,7 +88,6 @@ class BackwardFacts:
             "alibi_slopes": self.alibi,
             "turns": self.turns,
             "next_tile": self.handed_out,
-            "dq_out": self.converts,
             "cu_seqlens_q": self.cu_q,
             "cu_seqlens_k": self.cu_k,
             "seqused_q": self.used_q,
@@ -137,9 +136,6 @@ class BackwardConfig(BackwardFacts):
         chained: the kernel is launched before the one before it has ended, and so is the one after it; each waits where it
             must.
         handed_out: a CTA takes tile after tile from a counter, and its loads run ahead into the next one.
-        converts: a warp of its own makes dQ of the sums of a block when the last tile has added to them, which are in L2
-            then; else a kernel does so for all of them afterwards.
-        ahead: LSE and D are read from shared memory while S and dP are multiplied; takes tile_m / 4 registers more.
         cu_q: queries are packed, one sequence behind the other.
         cu_k: keys and values are packed.
         used_q: queries in use are counted for each sequence.
@@ -163,8 +159,6 @@ class BackwardConfig(BackwardFacts):
     first_stores: bool = False
     backwards: bool = False
     chained: bool = False
-    converts: bool = False
-    ahead: bool = False
     cu_q: bool = False
     cu_k: bool = False
     used_q: bool = False
@@ -192,11 +186,6 @@ class BackwardConfig(BackwardFacts):
         if self.varlen and (self.handed_out or self.first_stores or self.backwards):
             raise ValueError(
                 "handed_out, first_stores and backwards are for sequences of one length"
-            )
-        if self.converts and (self.left or self.right or self.swap_dq or not self.handed_out):
-            raise ValueError(
-                "converts with a window, swap_dq or without handed_out: it needs a tile's own count of visitors, rows of "
-                "dQ, and CTAs of which none waits for one that has not begun"
             )
         if self.handed_out and not self.box_holds_results:
             raise ValueError(
@@ -255,12 +244,10 @@ class BackwardConfig(BackwardFacts):
         load --[q x2 tma->warps]--> mma
         load --[do x2 tma->warps]--> mma
         load --[tiles x2 warp->warps]--> mma  (tiles handed out; ``reduce`` reads them too)
-        convert --[sums x1 tma->warps]--> convert  (where that role is)
         """
         turns = self.ordered and (self.left or self.tile_d < 128)
         places = self.varlen and self.splits_queries
-        converts = self.converts and self.tile_d < 128
-        mma_registers, registers = TURN_REGISTERS if turns or places or converts else REGISTERS
+        mma_registers, registers = TURN_REGISTERS if turns or places else REGISTERS
         load = Role("load", range(0, 1), 1, registers)
         reduce = Role("reduce", range(0, 1), MMA_WARPGROUPS, registers, first_warp=1)
         mma = Role("mma", range(1, 1 + MMA_WARPGROUPS), 4 * MMA_WARPGROUPS, mma_registers)
@@ -273,20 +260,14 @@ class BackwardConfig(BackwardFacts):
             tiles = (Ring("tiles", load, mma, TILE_SLOTS, FLOAT_BYTES, tma=False),)
             words = (Buffer("tiles", TILE_SLOTS * FLOAT_BYTES),)
             hosts = {"dk": "dq", "dv": "dq"}
-        roles, sums = (load, reduce, mma), ()
-        if self.converts:
-            convert = Role("convert", range(0, 1), 1, registers, first_warp=1 + MMA_WARPGROUPS)
-            roles, sums = (*roles, convert), (Ring("sums", convert, convert, 1, self.box_bytes),)
-            words = (Buffer("sums", self.box_bytes), *words)
         return PipelineGraph(
-            roles=roles,
+            roles=(load, reduce, mma),
             rings=(
                 Ring("k", load, mma, 1, k_bytes),
                 Ring("v", load, mma, 1, v_bytes),
                 Ring("q", load, mma, STAGES, q_bytes + statistics),
                 Ring("do", load, mma, STAGES, do_bytes + statistics),
                 *tiles,
-                *sums,
             ),
             buffers=(
                 Buffer("k", k_bytes),
