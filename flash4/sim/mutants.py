@@ -43,6 +43,7 @@ DROPPED = {
     *("post", "tail", "meet"),  # of signals, rings and pairs on Blackwell
     *("post_nothing", "wait_stores"),  # of tiles that are handed out
     *("sync", "acquire", "wait_read", "wait_turn", "pass_turn", "drain"),  # of the backward
+    *("open_turns", "take_turn"),
     *("post_p", "wait_p", "post_ds", "wait_ds"),  # of the wide one
     *("wait_peer", "release_peer", "acquire_ds"),  # and of its pairs of CTAs
 }
