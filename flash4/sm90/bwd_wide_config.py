@@ -67,7 +67,7 @@ class WideBackwardConfig(BackwardFacts):
     used_k: bool = False
 
     # None is built of how the narrow kernel orders tiles and additions of plain calls.
-    late = handed_out = first_stores = backwards = chained = converts = False
+    late = handed_out = first_stores = backwards = chained = False
 
     def __post_init__(self):
         self.check_mods()
