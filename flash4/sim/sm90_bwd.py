@@ -559,6 +559,8 @@ class Variation:
     late_roles: type = LateRoles  # of a config with ``late``
     miscounts: dict = field(default_factory=dict)
     strict: bool = True
+    call = Call  # of the kernel, as its verbs
+    mma_ops = MmaOps
 
     def fill(self, machine: Machine, call: Call, worker: int, numbers):
         """Set up what works on the tiles of a worker, with their ``numbers`` if they are handed out: one CTA."""
@@ -675,7 +677,7 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
     for worker, tiles in enumerate(ctas):
         if machine is None or not config.turns:
             machine, shared = Machine(seed + worker, variation.strict), ({}, {})
-        call = Call(config, q, k, v, dout, *statistics, dk, dv, options, tiles, *shared, dq)
+        call = variation.call(config, q, k, v, dout, *statistics, dk, dv, options, tiles, *shared, dq)
         variation.fill(machine, call, worker, numbers[worker])
         if worker == len(ctas) - 1 or not config.turns:
             yield machine, call
@@ -685,7 +687,7 @@ def _regions(memory: Space, config: BackwardConfig, prefix: str) -> dict[tuple, 
     """Parts of shared memory that are not slots of a ring, by the graph's map."""
     bases, regions = config.graph.addresses(), {}
     half = config.tile_m * MMA_ROWS * ELEMENT_BYTES
-    box = config.dq_floats * 4
+    box = config.box_bytes
 
     def add(key, at, size, shape):
         name = prefix + "".join(str(part) if i == 0 else f"[{part}]" for i, part in enumerate(key))
@@ -752,7 +754,7 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, n
             ),
         )
         mine = call_for(ToldKvTiles, WARPS)
-        ops = MmaOps(machine, mine, prefix, group, regions, box)
+        ops = variation.mma_ops(machine, mine, prefix, group, regions, box)
         ends_and_signals = (*ends("mma", order), Exchange(meeting, empty, group), Outbox(box))
         machine.spawn(
             f"{prefix}mma[{group}]", roles["mma"], schedule, ops, mine.tiles, *ends_and_signals

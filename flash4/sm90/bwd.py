@@ -438,7 +438,9 @@ class BackwardSm90:
                     outer = cute.append(cute.slice_(outer, (None, None, 0)), boxes)
                 tensors[buffer.name] = cute.make_tensor(pointer, outer)
         floats = cute.recast_ptr(pointers["dq"], dtype=Float32)
-        tensors["dq"] = cute.make_tensor(floats, cute.make_layout((c.dq_floats, MMA_WARPGROUPS)))
+        tensors["dq"] = cute.make_tensor(
+            floats, cute.make_layout((c.dq_floats, MMA_WARPGROUPS), stride=(1, c.box_bytes // 4))
+        )
         for name, ring in (("lse", "q"), ("delta", "do")):
             tile_bytes = self.graph.ring(ring).stage_bytes - c.statistics_bytes
             stages = self.graph.ring(ring).stages
@@ -519,6 +521,10 @@ class BackwardSm90:
         """Verbs of the ``mma`` role."""
         return MmaOps(**self._mma_fields(mmas, operands, run_time, tiles, shared, place))
 
+    def _keys_of_dq(self, shared):
+        """K^T (D, N, 1), as far as ``mmas.dq`` multiplies it."""
+        return permuted_view(shared.k, [1, 0, 2])
+
     def _mma_fields(self, mmas, operands, run_time, tiles, shared, place):
         """Partition the operands for one warpgroup, which is number ``mine`` of those that a product has; allocate its accumulators."""
         c, (thread, group, mine) = self.config, place
@@ -546,7 +552,7 @@ class BackwardSm90:
             tDPrDO=b(mmas.s, shared.do),
             tDVrDO=b(mmas.dv, permuted_view(shared.do, [1, 0, 2])),
             tDKrQ=b(mmas.dk, permuted_view(shared.q, [1, 0, 2])),
-            tDQrK=k_of_dq(mmas.dq, permuted_view(shared.k, [1, 0, 2])),
+            tDQrK=k_of_dq(mmas.dq, self._keys_of_dq(shared)),
             tDQrDS=ds_of_dq(mmas.dq, shared.ds),
             tDVrP=cute.make_rmem_tensor(operand, element(c)),
             tDKrDS=cute.make_rmem_tensor(operand, element(c)),

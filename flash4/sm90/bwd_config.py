@@ -169,12 +169,7 @@ class BackwardConfig(BackwardFacts):
     used_k: bool = False
 
     def __post_init__(self):
-        if self.swap_dq and (self.tile_d != 2 * MMA_ROWS or self.tile_m % 16):
-            raise ValueError(
-                f"swap_dq with tile_d {self.tile_d}, tile_m {self.tile_m}; it needs {2 * MMA_ROWS}, and a multiple of 16"
-            )
-        if not self.swap_dq and self.tile_m not in (MMA_ROWS, 2 * MMA_ROWS):
-            raise ValueError(f"tile_m is {self.tile_m}; supported are 64 and 128, or swap_dq")
+        self._check_tile()
         if self.causal and self.right:
             raise ValueError("causal and right exclude each other: causal is a right side of 0")
         if self.first_stores and (self.left or self.right):
@@ -197,6 +192,14 @@ class BackwardConfig(BackwardFacts):
                 f"handed_out with tile_m {self.tile_m}, tile_d {self.tile_d}, tile_dv {self.tile_dv}: dk and dv of "
                 f"{MMA_ROWS} keys leave through {self.box_bytes} bytes of dq"
             )
+
+    def _check_tile(self):
+        if self.swap_dq and (self.tile_d != 2 * MMA_ROWS or self.tile_m % 16):
+            raise ValueError(
+                f"swap_dq with tile_d {self.tile_d}, tile_m {self.tile_m}; it needs {2 * MMA_ROWS}, and a multiple of 16"
+            )
+        if not self.swap_dq and self.tile_m not in (MMA_ROWS, 2 * MMA_ROWS):
+            raise ValueError(f"tile_m is {self.tile_m}; supported are 64 and 128, or swap_dq")
 
     @property
     def tile_n(self) -> int:

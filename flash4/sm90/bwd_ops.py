@@ -476,12 +476,17 @@ class MmaOps:
     def dq(self, i, k_slot):
         """Issue this warpgroup's part of dQ = dS K, or of its transpose, into a fresh accumulator."""
         c = self.config
-        dQ = cute.make_rmem_tensor(((2, 2, c.dq_floats // WARPGROUP // 4), 1, 1), Float32)
+        dQ = cute.make_rmem_tensor(((2, 2, self.dq_groups), 1, 1), Float32)
         tDQrDS = self.tDQrDS[None, None, None, i % self.config.ds_stages]
         tDQrK = self.tDQrK[None, None, None, 0]
         a, b = (tDQrK, tDQrDS) if c.swap_dq else (tDQrDS, tDQrK)
         issue_mma(self.mma_dq, dQ, a, b, False)
         return dQ
+
+    @property
+    def dq_groups(self) -> int:
+        """Groups of 4 numbers of a thread's part of dQ."""
+        return self.config.dq_floats // WARPGROUP // 4
 
     def wait_mma(self, pending):
         """Wait until at most ``pending`` groups of MMAs are in flight."""

@@ -1,0 +1,94 @@
+"""Configuration of the Hopper backward for head dims above 128 whose V has at most 128, DSL-free; see ``bwd_config``."""
+
+from dataclasses import dataclass, replace
+
+from flash4.sm90.bwd_config import FLOAT_BYTES, MMA_WARPGROUPS, UNBUILT, BackwardConfig, plain
+from flash4.sm90.bwd_config import MAX_HEAD_DIM as MAX_HEAD_DIM_V
+from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS, padded_head_dim
+
+PARTS = 3  # of dQ, of 64 head dims each: one for each warpgroup, and one that they share
+MAX_HEAD_DIM = PARTS * MMA_ROWS
+TILE_M = 48  # queries of a step: what registers hold beside dK and dV of 64 keys
+SMALL_TILE_M = 32  # with what takes more of them
+
+
+@dataclass(frozen=True)
+class Backward192Config(BackwardConfig):
+    """Compile-time facts of one such kernel; fields as in ``BackwardConfig``.
+
+    dQ^T is multiplied, whose 192 rows are three parts: each warpgroup has one, and half of the queries of the third.
+    """
+
+    def _check_tile(self):
+        if (self.tile_d, self.swap_dq) != (MAX_HEAD_DIM, True) or self.tile_m % 16:
+            raise ValueError(
+                f"tile_d {self.tile_d}, swap_dq {self.swap_dq}, tile_m {self.tile_m}; supported are {MAX_HEAD_DIM}, True, "
+                "and multiples of 16"
+            )
+        if self.late or self.ahead:
+            raise ValueError("late and ahead need registers that dK and dV have")
+
+    @property
+    def dq_shape(self) -> tuple[int, int]:
+        """(queries, head dims) of as many numbers as a warpgroup's part of dQ has: it is not a rectangle."""
+        return self.tile_m, self.tile_d // MMA_WARPGROUPS
+
+    @property
+    def box_bytes(self) -> int:
+        """Bytes of a warpgroup's box: of its part of dQ, and of dK or dV of its keys where they leave through it."""
+        results = MMA_ROWS * ELEMENT_BYTES * max(self.tile_d, self.tile_dv)
+        part = FLOAT_BYTES * self.dq_floats
+        return max(part, results) if self.handed_out else part
+
+    @property
+    def box_holds_results(self) -> bool:
+        """As in ``BackwardConfig``: it is made so large."""
+        return True
+
+
+def can_implement(problem) -> str | None:
+    """Why this kernel cannot run the backward of a problem, or None if it can."""
+    for name, instead in UNBUILT.items():
+        if getattr(problem, name):
+            return f"gradients with {name} are not built yet; {instead}"
+    if not MAX_HEAD_DIM_V < problem.head_dim <= MAX_HEAD_DIM:
+        return f"takes head_dim from {MAX_HEAD_DIM_V + 8} to {MAX_HEAD_DIM}, not {problem.head_dim}"
+    if problem.head_dim_v > MAX_HEAD_DIM_V:
+        return f"takes head_dim_v up to {MAX_HEAD_DIM_V}, not {problem.head_dim_v}"
+    return None
+
+
+def choose_config(problem) -> tuple[Backward192Config, tuple[str, ...]]:
+    """Configuration for a problem that ``can_implement`` accepts, and the reasons for it."""
+    import torch
+
+    scarce = [name for name in ("softcap", "window_left") if getattr(problem, name)]
+    config = Backward192Config(
+        bf16=problem.dtype == torch.bfloat16,
+        tile_d=MAX_HEAD_DIM,
+        tile_dv=padded_head_dim(problem.head_dim_v),
+        tile_m=SMALL_TILE_M if scarce else TILE_M,
+        causal=problem.causal,
+        swap_dq=True,
+        left=problem.window_left,
+        right=problem.window_right,
+        softcap=problem.softcap,
+        alibi=problem.alibi,
+        ordered=problem.deterministic,
+        cu_q=problem.cu_q,
+        cu_k=problem.cu_k,
+        used_q=problem.used_q,
+        used_k=problem.used_k,
+    )
+    beside = " and ".join((f"head dims {config.tile_d}/{config.tile_dv}", *scarce))
+    why = (f"{config.tile_m} queries per step: what registers hold beside {beside}",)
+    if not plain(problem):
+        return config, (*why, "one CTA for each tile of keys, and kernels one after the other")
+    first_stores = not problem.causal or problem.seqlen_q <= problem.seqlen_k
+    config = replace(
+        config, handed_out=True, backwards=True, chained=True, first_stores=first_stores
+    )
+    return config, (
+        *why,
+        "tiles handed out, and kernels launched before the one before has ended",
+    )
