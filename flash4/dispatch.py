@@ -170,7 +170,7 @@ class BackwardPlan:
         Of packed queries at most so much.
         """
         c, blocks = self.config, self.problem.heads_q * self.query_blocks
-        return 4 * blocks * (c.tile_m * (c.tile_d + 2) + 2 * c.turns)
+        return 4 * blocks * (c.tile_m * (c.dq_width + 2) + 2 * c.turns)
 
     def __str__(self):
         lines = [

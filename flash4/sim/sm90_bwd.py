@@ -110,7 +110,7 @@ class LoadOps:
 
     def load_k(self, tile, slot):
         """Fill the K slot with the tile's keys."""
-        self._fill(slot, *self._keys(self._call.k, tile, self._call.config.tile_d))
+        self._fill(slot, *self._keys(self._call.k, tile, self._call.config.dq_width))
 
     def load_v(self, tile, slot):
         """Fill the V slot with the tile's values."""
@@ -418,7 +418,7 @@ class MmaOps:
         acc, operands = self._fragment(name, self._config.tile_m), (kept.region, passing.region)
 
         def product(keys, queries):
-            return matmul(keys[self._rows], queries[:, :-1].T)
+            return matmul(keys[self._rows, : queries.shape[1] - 1], queries[:, :-1].T)
 
         self._queue.issue(acc, product, operands, False, name)
         return acc
@@ -670,7 +670,7 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
         ]
     dk, dv = (np.full(x.shape, np.nan, np.float32) for x in (k, v))
     entries, slots = slots_and_entries(sides[0])
-    dq = np.full((entries, heads, slots * config.tile_m, config.tile_d), np.nan, np.float32)
+    dq = np.full((entries, heads, slots * config.tile_m, config.dq_width), np.nan, np.float32)
     statistics = prepare(sides[0], out, lse, dout, dlse)
     check_graph(config.graph, SMEM_LIMIT)
     machine = None
@@ -715,7 +715,7 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, n
     schedule = role_class()
     memory, bases = Space(machine), graph.addresses()
     shapes = {
-        "k": (TILE_N, config.tile_d),
+        "k": (TILE_N, config.dq_width),
         "v": (TILE_N, config.tile_dv),
         "q": (config.tile_m, config.tile_d + 1),
         "do": (config.tile_m, config.tile_dv + 1),

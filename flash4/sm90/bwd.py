@@ -83,7 +83,7 @@ class RunTime:
 
     lse: cute.Tensor  # (B, H, padded Sq), float32, log2 units
     delta: cute.Tensor  # (B, H, padded Sq), float32
-    dq: cute.Tensor  # (B, H, blocks, tile_m tile_d), float32
+    dq: cute.Tensor  # (B, H, blocks, tile_m dq_width), float32
     scale: Float32  # factor of a score
     cap_log2: object  # the cap in log2 units, Float32; None where the config has no such feature, as all that follows
     cap_scale: object  # factor of a score within the cap, Float32
@@ -162,7 +162,7 @@ class BackwardSm90:
             tensor(batch, seqlen_q, heads, head_dim_v),
             floats(batch, heads, padded),
             floats(batch, heads, padded),
-            floats(batch, heads, blocks, c.tile_m * c.tile_d),
+            floats(batch, heads, blocks, c.tile_m * c.dq_width),
             tensor(batch_k, seqlen_k, heads_kv, head_dim),
             tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
         )
@@ -274,7 +274,7 @@ class BackwardSm90:
         load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         boxes = {
             "q": (load, (c.tile_m, c.tile_d)),
-            "k": (load, (TILE_N, c.tile_d)),
+            "k": (load, (TILE_N, c.dq_width)),
             "v": (load, (TILE_N, c.tile_dv)),
             "do": (load, (c.tile_m, c.tile_dv)),
             "dk": (save, (MMA_ROWS, c.tile_d)),
@@ -316,7 +316,7 @@ class BackwardSm90:
         K's atoms are as narrow as what one warpgroup takes of its columns for dQ.
         """
         c, dtype = self.config, element(self.config)
-        kind = hopper.get_smem_layout_atom(ROW, dtype, c.tile_d if c.swap_dq else c.dq_shape[1])
+        kind = hopper.get_smem_layout_atom(ROW, dtype, c.dq_width if c.swap_dq else c.dq_shape[1])
         atom = warpgroup.make_smem_layout_atom(kind, dtype)
 
         def rows(count, width, stages):
@@ -324,7 +324,7 @@ class BackwardSm90:
 
         return {
             "q": rows(c.tile_m, c.tile_d, STAGES),
-            "k": cute.tile_to_shape(atom, (TILE_N, c.tile_d, 1), order=(0, 1, 2)),
+            "k": cute.tile_to_shape(atom, (TILE_N, c.dq_width, 1), order=(0, 1, 2)),
             "v": rows(TILE_N, c.tile_dv, 1),
             "do": rows(c.tile_m, c.tile_dv, STAGES),
             "ds": rows(c.tile_m, TILE_N, c.ds_stages),

@@ -21,6 +21,8 @@ from flash4.sm90.bwd_ops import MmaOps
 from flash4.sm90.fwd_config import MMA_ROWS
 from flash4.sm90.fwd_ops import element, issue_mma
 
+MMA_K = 16  # what one WGMMA contracts
+
 
 @dataclass(frozen=True)
 class TiledMmas192(TiledMmas):
@@ -36,6 +38,14 @@ class Mma192Ops(MmaOps):
     mma_dq_shared: cute.TiledMma
     tDQrSharedK: cute.Tensor  # (MMA, 1, MMA_N, 1): K^T of the last 64 head dims
     tDQrHalfDS: cute.Tensor  # (MMA, 1, MMA_N, stages): dS of this warpgroup's half of the queries
+
+    def s(self, k_slot, q_slot):
+        """Issue S^T = K Q^T into a fresh accumulator: K may be wider than Q in shared memory."""
+        S = cute.make_rmem_tensor(((2, 2, self.config.tile_m // 8), 1, 1), Float32)
+        tSrQ = self.tSrQ[None, None, None, q_slot.index]
+        tSrK = [self.tSrK[None, None, step, 0] for step in range(self.config.tile_d // MMA_K)]
+        issue_mma(self.mma_s, S, tSrK, tSrQ, False)
+        return S
 
     @property
     def dq_groups(self) -> int:

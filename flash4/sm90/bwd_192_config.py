@@ -1,13 +1,21 @@
-"""Configuration of the Hopper backward for head dims above 128 whose V has at most 128, DSL-free; see ``bwd_config``."""
+"""Configuration of the Hopper backward for head dims of 136 to 192 of Q and K, DSL-free; see ``bwd_config``."""
 
 from dataclasses import dataclass, replace
 
-from flash4.sm90.bwd_config import FLOAT_BYTES, MMA_WARPGROUPS, UNBUILT, BackwardConfig, plain
-from flash4.sm90.bwd_config import MAX_HEAD_DIM as MAX_HEAD_DIM_V
-from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS, padded_head_dim
+from flash4.sm90.bwd_config import (
+    FLOAT_BYTES,
+    MMA_WARPGROUPS,
+    UNBUILT,
+    BackwardConfig,
+    plain,
+)
+from flash4.sm90.bwd_config import MAX_HEAD_DIM as NARROW_HEAD_DIM
+from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS
 
 PARTS = 3  # of dQ, of 64 head dims each: one for each warpgroup, and one that they share
 MAX_HEAD_DIM = PARTS * MMA_ROWS
+DIM_STEP = 32
+MAX_SUM = 320  # of the padded head dims: half as many registers of a thread hold dK and dV
 TILE_M = 48  # queries of a step: what registers hold beside dK and dV of 64 keys
 SMALL_TILE_M = 32  # with what takes more of them
 
@@ -20,18 +28,24 @@ class Backward192Config(BackwardConfig):
     """
 
     def _check_tile(self):
-        if (self.tile_d, self.swap_dq) != (MAX_HEAD_DIM, True) or self.tile_m % 16:
+        if not (NARROW_HEAD_DIM < self.tile_d <= MAX_HEAD_DIM and self.tile_d % DIM_STEP == 0):
+            raise ValueError(f"tile_d is {self.tile_d}; supported are 160 and {MAX_HEAD_DIM}")
+        if not self.swap_dq or self.tile_m % 16:
             raise ValueError(
-                f"tile_d {self.tile_d}, swap_dq {self.swap_dq}, tile_m {self.tile_m}; supported are {MAX_HEAD_DIM}, True, "
-                "and multiples of 16"
+                f"swap_dq {self.swap_dq}, tile_m {self.tile_m}; supported are True, and multiples of 16"
             )
         if self.late or self.ahead:
-            raise ValueError("late and ahead need registers that dK and dV have")
+            raise ValueError("late and ahead take registers that dK and dV have")
+
+    @property
+    def dq_width(self) -> int:
+        """Head dims of dQ as it is multiplied, and of K in shared memory: three whole parts."""
+        return MAX_HEAD_DIM
 
     @property
     def dq_shape(self) -> tuple[int, int]:
         """(queries, head dims) of as many numbers as a warpgroup's part of dQ has: it is not a rectangle."""
-        return self.tile_m, self.tile_d // MMA_WARPGROUPS
+        return self.tile_m, self.dq_width // MMA_WARPGROUPS
 
     @property
     def box_bytes(self) -> int:
@@ -46,15 +60,23 @@ class Backward192Config(BackwardConfig):
         return True
 
 
+def padded(head_dim: int) -> int:
+    """Head dim of the tile: at least 64, and a multiple of 32."""
+    return max(64, -(-head_dim // DIM_STEP) * DIM_STEP)
+
+
 def can_implement(problem) -> str | None:
     """Why this kernel cannot run the backward of a problem, or None if it can."""
     for name, instead in UNBUILT.items():
         if getattr(problem, name):
             return f"gradients with {name} are not built yet; {instead}"
-    if not MAX_HEAD_DIM_V < problem.head_dim <= MAX_HEAD_DIM:
-        return f"takes head_dim from {MAX_HEAD_DIM_V + 8} to {MAX_HEAD_DIM}, not {problem.head_dim}"
-    if problem.head_dim_v > MAX_HEAD_DIM_V:
-        return f"takes head_dim_v up to {MAX_HEAD_DIM_V}, not {problem.head_dim_v}"
+    if not NARROW_HEAD_DIM < problem.head_dim <= MAX_HEAD_DIM:
+        return (
+            f"takes head_dim from {NARROW_HEAD_DIM + 8} to {MAX_HEAD_DIM}, not {problem.head_dim}"
+        )
+    most = MAX_SUM - padded(problem.head_dim)
+    if problem.head_dim_v > most:
+        return f"takes head_dim_v up to {most} beside head_dim {problem.head_dim}, not {problem.head_dim_v}"
     return None
 
 
@@ -65,8 +87,8 @@ def choose_config(problem) -> tuple[Backward192Config, tuple[str, ...]]:
     scarce = [name for name in ("softcap", "window_left") if getattr(problem, name)]
     config = Backward192Config(
         bf16=problem.dtype == torch.bfloat16,
-        tile_d=MAX_HEAD_DIM,
-        tile_dv=padded_head_dim(problem.head_dim_v),
+        tile_d=padded(problem.head_dim),
+        tile_dv=padded(problem.head_dim_v),
         tile_m=SMALL_TILE_M if scarce else TILE_M,
         causal=problem.causal,
         swap_dq=True,

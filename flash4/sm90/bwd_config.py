@@ -97,6 +97,11 @@ class BackwardFacts:
         return tuple(name for name, present in given.items() if present)
 
     @property
+    def dq_width(self) -> int:
+        """Head dims of dQ as it is multiplied and summed, and so of K in shared memory: at least ``tile_d``."""
+        return self.tile_d
+
+    @property
     def box_bytes(self) -> int:
         """Bytes of a warpgroup's box of dQ."""
         return FLOAT_BYTES * self.dq_floats
@@ -231,7 +236,7 @@ class BackwardConfig(BackwardFacts):
     @property
     def dq_floats(self) -> int:
         """Numbers in a warpgroup's part of dQ."""
-        return self.tile_m * self.tile_d // MMA_WARPGROUPS
+        return self.tile_m * self.dq_width // MMA_WARPGROUPS
 
     @property
     def box_holds_results(self) -> bool:
@@ -261,7 +266,8 @@ class BackwardConfig(BackwardFacts):
         load = Role("load", range(0, 1), 1, registers)
         reduce = Role("reduce", range(0, 1), MMA_WARPGROUPS, registers, first_warp=1)
         mma = Role("mma", range(1, 1 + MMA_WARPGROUPS), 4 * MMA_WARPGROUPS, mma_registers)
-        k_bytes, v_bytes = (TILE_N * d * ELEMENT_BYTES for d in (self.tile_d, self.tile_dv))
+        k_bytes = TILE_N * self.dq_width * ELEMENT_BYTES
+        dk_bytes, v_bytes = (TILE_N * d * ELEMENT_BYTES for d in (self.tile_d, self.tile_dv))
         q_bytes, do_bytes = (self.tile_m * d * ELEMENT_BYTES for d in (self.tile_d, self.tile_dv))
         statistics = self.statistics_bytes
         tiles, words = (), ()
@@ -292,7 +298,7 @@ class BackwardConfig(BackwardFacts):
                 Buffer("dq", MMA_WARPGROUPS * self.box_bytes),
                 Buffer("q", STAGES * (q_bytes + statistics)),  # tiles, then LSE of each
                 Buffer("do", STAGES * (do_bytes + statistics)),  # tiles, then D of each
-                Buffer("dk", k_bytes, borrows=hosts["dk"]),
+                Buffer("dk", dk_bytes, borrows=hosts["dk"]),
                 Buffer("dv", v_bytes, borrows=hosts["dv"]),
                 *words,
             ),

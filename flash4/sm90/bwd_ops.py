@@ -191,7 +191,7 @@ class LoadOps:
     mLSE: cute.Tensor  # (B, H, padded S), log2 units; +inf where P must vanish
     mD: cute.Tensor  # (B, H, padded S)
     sQ: cute.Tensor  # (tile_m, tile_d, stages)
-    sK: cute.Tensor  # (tile_n, tile_d, 1)
+    sK: cute.Tensor  # (tile_n, dq_width, 1)
     sV: cute.Tensor  # (tile_n, tile_dv, 1)
     sDO: cute.Tensor  # (tile_m, tile_dv, stages)
     sLSE: cute.Tensor  # (tile_m, stages)
@@ -201,7 +201,7 @@ class LoadOps:
         """Fill the K slot with the tile's keys; rows past the sequence become zero."""
         c = self.config
         mK = self._keys("k", tile)
-        gK = cute.local_tile(mK, (c.tile_n, c.tile_d), (tile.n_block, 0))
+        gK = cute.local_tile(mK, (c.tile_n, c.dq_width), (tile.n_block, 0))
         tma_load(self.k.atom, gK, self.sK, slot)
 
     def load_v(self, tile, slot):
@@ -284,7 +284,7 @@ class ReduceOps:
 
     config: BackwardConfig
     tiles: object
-    mDQ: cute.Tensor  # (B, H, blocks, tile_m tile_d), float32
+    mDQ: cute.Tensor  # (B, H, blocks, tile_m dq_width), float32
     sDQ: cute.Tensor  # (dq_floats,) of the warpgroup
     mTurns: (
         object  # (B, H, blocks, 2) int32, additions that somebody waits for; None without ``turns``
