@@ -677,7 +677,9 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
     for worker, tiles in enumerate(ctas):
         if machine is None or not config.turns:
             machine, shared = Machine(seed + worker, variation.strict), ({}, {})
-        call = variation.call(config, q, k, v, dout, *statistics, dk, dv, options, tiles, *shared, dq)
+        call = variation.call(
+            config, q, k, v, dout, *statistics, dk, dv, options, tiles, *shared, dq
+        )
         variation.fill(machine, call, worker, numbers[worker])
         if worker == len(ctas) - 1 or not config.turns:
             yield machine, call

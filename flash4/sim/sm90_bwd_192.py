@@ -27,7 +27,7 @@ class Call192(Call):
         """Where a key's sums lie in dQ, number by number: behind the own head dims, half of the queries of the shared ones."""
         c, (batch, head, block, part) = self.config, key
         half = c.tile_m // MMA_WARPGROUPS
-        own = np.mgrid[:c.tile_m, part * MMA_ROWS : (part + 1) * MMA_ROWS]
+        own = np.mgrid[: c.tile_m, part * MMA_ROWS : (part + 1) * MMA_ROWS]
         first = MMA_WARPGROUPS * MMA_ROWS
         shared = np.mgrid[part * half : (part + 1) * half, first : first + MMA_ROWS]
         rows, columns = (in_box(*both, c) for both in zip(own, shared, strict=True))

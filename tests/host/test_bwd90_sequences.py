@@ -21,6 +21,7 @@ from flash4.sm90.bwd_config import TILE_N
 from tests import strategies
 from tests.checks import assert_gradients_close
 from tests.gpu.gradients import is_built
+from tests.host.test_bwd90_roles import simulator_of
 from tests.strategies import Problem
 
 BF16 = torch.bfloat16
@@ -49,6 +50,15 @@ PROBLEMS = {
     "d40 and 128": Problem(head_dim=40, head_dim_v=128, dtype=BF16, **PACKED, causal=True),
     "d128 and 96, all features": Problem(
         head_dim=128, head_dim_v=96, dtype=BF16, **PACKED, softcap=3.0, alibi="by head", ratio=2,
+        window_size=(40, 9),
+    ),
+    "d192 and 128": Problem(head_dim=192, head_dim_v=128, dtype=BF16, **PACKED, causal=True, ratio=2),
+    "d160, in use": Problem(
+        head_dim=160, head_dim_v=160, seqlen_q=150, seqlen_k=270, batch=3, used_q=(150, 0, 66),
+        used_k=(3, 270, 128),
+    ),
+    "d192 and 128, all features": Problem(
+        head_dim=192, head_dim_v=128, dtype=BF16, **PACKED, softcap=3.0, alibi="by head", ratio=2,
         window_size=(40, 9),
     ),
     "window": Problem(**D64, **PACKED, window_size=(40, 9)),
@@ -82,7 +92,7 @@ def run(problem, seed=0, workers=2, deterministic=False):
     ).config
     assert config.varlen
     arrays, options, dout = arrays_of(problem, inputs, seed)
-    results = simulate_backward(config, arrays, options, workers, seed)
+    results = simulator_of(config)(config, arrays, options, workers, seed)
     gradients = [torch.from_numpy(x).to(problem.dtype) for x in results]
     assert_gradients_close(gradients, inputs, dout, **keywords)
     return results
