@@ -7,7 +7,6 @@ from flash4.sm90.bwd_config import (
     MMA_WARPGROUPS,
     UNBUILT,
     BackwardConfig,
-    plain,
 )
 from flash4.sm90.bwd_config import MAX_HEAD_DIM as NARROW_HEAD_DIM
 from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS
@@ -34,8 +33,8 @@ class Backward192Config(BackwardConfig):
             raise ValueError(
                 f"swap_dq {self.swap_dq}, tile_m {self.tile_m}; supported are True, and multiples of 16"
             )
-        if self.late or self.ahead:
-            raise ValueError("late and ahead take registers that dK and dV have")
+        if self.late:
+            raise ValueError("late takes registers that dK and dV have")
 
     @property
     def dq_width(self) -> int:
@@ -104,8 +103,14 @@ def choose_config(problem) -> tuple[Backward192Config, tuple[str, ...]]:
     )
     beside = " and ".join((f"head dims {config.tile_d}/{config.tile_dv}", *scarce))
     why = (f"{config.tile_m} queries per step: what registers hold beside {beside}",)
-    if not plain(problem):
+    limited = problem.window_left or problem.window_right or problem.varlen
+    if limited or problem.softcap or problem.alibi or problem.deterministic:
         return config, (*why, "one CTA for each tile of keys, and kernels one after the other")
+    if problem.heads_q != problem.heads_kv:
+        return config, (
+            *why,
+            "one CTA for each tile of keys, in the order of the hardware: faster where query heads share keys",
+        )
     first_stores = not problem.causal or problem.seqlen_q <= problem.seqlen_k
     config = replace(
         config, handed_out=True, backwards=True, chained=True, first_stores=first_stores

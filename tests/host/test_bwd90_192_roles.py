@@ -65,6 +65,20 @@ def test_what_is_taken():
         assert config.graph.registers <= config.graph.launch_registers
 
 
+def test_tiles_are_handed_out_where_that_was_faster():
+    """Of plain calls whose query heads have a KV head each."""
+    plain = problem(192, 128, True)
+    assert choose_config(plain)[0].handed_out
+    for facts in (
+        {"heads_q": 4},
+        {"softcap": True},
+        {"window_right": True, "causal": False},
+        {"deterministic": True},
+    ):
+        config = choose_config(replace(plain, **facts))[0]
+        assert not (config.handed_out or config.first_stores or config.backwards), facts
+
+
 @pytest.mark.parametrize("index", range(len(CONFIGS)), ids=lambda i: f"{i}-{CONFIGS[i][1:]}")
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(150, 300), (300, 150), (9, 130)])
 def test_numbers(index, seqlen_q, seqlen_k):
