@@ -7,6 +7,7 @@ from flash4.common.kv_tiles import KvGrid, kv_grid_of, slots_of
 from flash4.common.tiles import Grid, TileSchedule, grid_of, multiprocessors_for, workers_of
 from flash4.passes.bwd_config import FINISH, PREPARE, passes_of
 from flash4.problem import AttentionProblem
+from flash4.sm90 import bwd_192_config as sm90_bwd_192
 from flash4.sm90 import bwd_config as sm90_bwd
 from flash4.sm90 import bwd_wide_config as sm90_bwd_wide
 from flash4.sm90 import fwd_config as sm90_fwd
@@ -22,6 +23,7 @@ FORWARD_KERNELS = (
 )
 BACKWARD_KERNELS = (
     ("sm90-bwd", "flash4.sm90.bwd:BackwardSm90", "sm_90a", sm90_bwd),
+    ("sm90-bwd-192", "flash4.sm90.bwd_192:Backward192Sm90", "sm_90a", sm90_bwd_192),
     ("sm90-bwd-wide", "flash4.sm90.bwd_wide:WideBackwardSm90", "sm_90a", sm90_bwd_wide),
 )
 ARCHITECTURES = {(9, 0): "sm_90a"}  # compute capability -> compile target
@@ -169,7 +171,7 @@ class BackwardPlan:
         Of packed queries at most so much.
         """
         c, blocks = self.config, self.problem.heads_q * self.query_blocks
-        return 4 * blocks * (c.tile_m * (c.tile_d + 2) + 2 * c.turns)
+        return 4 * blocks * (c.tile_m * (c.dq_width + 2) + 2 * c.turns)
 
     def __str__(self):
         lines = [

@@ -298,7 +298,7 @@ class PreparedBackward:
         config, rows = launch.config, (q.shape[0], q.shape[2], launch.query_blocks)
         counters = ops.counter_shapes(config, rows)
         shapes = [(*rows[:2], rows[2] * config.tile_m)] * 2
-        shapes.append((*rows, config.tile_m * config.tile_d))
+        shapes.append((*rows, config.tile_m * config.dq_width))
         workspace = [Shape.of(torch.empty(s, dtype=torch.float32, device="meta")) for s in shapes]
         for shape in counters.values():
             workspace.append(Shape.of(torch.empty(shape, dtype=torch.int32, device="meta")))

@@ -443,7 +443,7 @@ def launch_backward(launch: BackwardLaunch, dout, dlse, inputs, out, lse, option
     q, dout = (whole_rows(x) if config.ragged_q else x for x in (q, dout))
     k, v = (whole_rows(x) if config.ragged_k else x for x in (k, v))
     statistics = q.new_empty((2, *rows[:2], rows[2] * config.tile_m), dtype=torch.float32)
-    sums = q.new_empty((*rows, config.tile_m * config.tile_d), dtype=torch.float32)
+    sums = q.new_empty((*rows, config.tile_m * config.dq_width), dtype=torch.float32)
     shapes = counter_shapes(config, rows)
     counters = {name: q.new_empty(shape, dtype=torch.int32) for name, shape in shapes.items()}
     batch = options.batch(inputs[0])

@@ -19,6 +19,12 @@ def dq_place(config, part, thread, group, number):
     """(query, head dim) in a block of dQ of a number of warpgroup ``part``; ``config`` is a ``FinishConfig`` or that of the backward."""
     row, column = accumulator_place(thread, group, number)
     if config.swap_dq:
+        beyond = (
+            group - config.tile_m // GROUP_COLUMNS
+        )  # of the third 64 head dims, which warpgroups share by queries
+        if beyond >= 0:
+            column -= config.tile_m - part * (config.tile_m // 2)
+            return column, 128 + row
         return column, part * 64 + row
     if config.splits_queries:
         return part * 64 + row, column

@@ -60,9 +60,9 @@ def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig]:
     """The kernels around a backward kernel of this config."""
     lengths = (config.cu_q, config.used_q)
     prepare = PrepareConfig(
-        config.bf16, config.tile_m, config.tile_d, config.tile_dv, dlse, config.turns,
+        config.bf16, config.tile_m, config.dq_width, config.tile_dv, dlse, config.turns,
         config.handed_out, not config.first_stores, config.chained, *lengths,
     )  # fmt: skip
     return prepare, FinishConfig(
-        config.bf16, config.tile_m, config.tile_d, config.swap_dq, config.chained, *lengths
+        config.bf16, config.tile_m, config.dq_width, config.swap_dq, config.chained, *lengths
     )

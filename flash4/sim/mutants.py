@@ -18,12 +18,13 @@ import numpy as np
 from flash4.common import handout
 from flash4.common.dsl import plain
 from flash4.problem import CallOptions
-from flash4.sim import sm90_bwd, sm90_bwd_wide, sm100_fwd
+from flash4.sim import sm90_bwd, sm90_bwd_192, sm90_bwd_wide, sm100_fwd
 from flash4.sim.cluster import arrive_at
 from flash4.sim.machine import Hazard
 from flash4.sim.rings import Ring, SharedRing
 from flash4.sim.sm90_fwd import Variation, round_to_16_bit, simulate_forward
 from flash4.sm90 import (
+    bwd_192_roles,
     bwd_alternate_roles,
     bwd_joint_roles,
     bwd_late_roles,
@@ -31,6 +32,7 @@ from flash4.sm90 import (
     bwd_wide_roles,
     fwd_roles,
 )
+from flash4.sm90.bwd_192_config import Backward192Config
 from flash4.sm90.bwd_config import BackwardConfig
 from flash4.sm90.bwd_wide_config import WideBackwardConfig
 from flash4.sm90.fwd_config import ForwardConfig
@@ -207,6 +209,15 @@ BACKWARD_PROBLEMS = (
     BackwardProblem(BackwardConfig(True, 16, 16, 64, True, late=True, **HANDED_OUT), 300, 400),
     BackwardProblem(BackwardConfig(True, 16, 16, 64, True, **BY_TURNS), 200, 300, 2),
     BackwardProblem(BackwardConfig(True, 16, 16, 64, False, **BY_TURNS, **HANDED_OUT), 300, 400),
+)
+
+SHARED_PART = {"bf16": True, "tile_d": 160, "tile_dv": 16, "tile_m": 16, "swap_dq": True}
+BACKWARD_192_PROBLEMS = (
+    BackwardProblem(Backward192Config(causal=False, **SHARED_PART), 70, 200),
+    BackwardProblem(Backward192Config(causal=True, **SHARED_PART), 60, 150, 2),
+    BackwardProblem(Backward192Config(causal=False, **SHARED_PART), 16, 400),
+    BackwardProblem(Backward192Config(causal=True, ordered=True, **SHARED_PART), 70, 300, 1, 3),
+    BackwardProblem(Backward192Config(causal=False, **SHARED_PART, **HANDED_OUT), 40, 400, 1, 2),
 )
 
 # One and two parts of dQ for a warpgroup, one CTA and two, one slot of dO and two.
@@ -491,6 +502,14 @@ def sm90_bwd_mutants() -> list[Mutant]:
     return found + list(miscounts(("load", "mma"), vary))
 
 
+def sm90_bwd_192_mutants() -> list[Mutant]:
+    """Those of its roles for head dims of 136 to 192; ``load`` and ``reduce`` are the narrow one's."""
+    source, path = inspect.getsource(bwd_192_roles), bwd_192_roles.__file__
+    vary = sm90_bwd_192.Variation192
+    found = list(mutants_of_source(source, path, "Backward192Roles", vary))
+    return found + list(miscounts(("load", "mma"), vary))
+
+
 def sm90_bwd_wide_mutants() -> list[Mutant]:
     """The same of the wide Hopper backward, and of how its CTAs share tiles; ``load`` is the narrow one's."""
     source, path = inspect.getsource(bwd_wide_roles), bwd_wide_roles.__file__
@@ -557,6 +576,7 @@ class Jury:
 KERNELS = {
     "sm90-fwd": sm90_fwd_mutants,
     "sm90-bwd": sm90_bwd_mutants,
+    "sm90-bwd-192": sm90_bwd_192_mutants,
     "sm90-bwd-wide": sm90_bwd_wide_mutants,
     "sm90-bwd-joint": sm90_bwd_joint_mutants,
     "sm100-fwd": sm100_fwd_mutants,
@@ -564,6 +584,9 @@ KERNELS = {
 JURIES = {
     "sm90-fwd": Jury,
     "sm90-bwd": lambda: Jury(BACKWARD_PROBLEMS, simulate=sm90_bwd.simulate_backward),
+    "sm90-bwd-192": lambda: Jury(
+        BACKWARD_192_PROBLEMS, simulate=sm90_bwd_192.simulate_backward_192
+    ),
     "sm90-bwd-wide": lambda: Jury(
         WIDE_BACKWARD_PROBLEMS, simulate=sm90_bwd_wide.simulate_wide_backward
     ),

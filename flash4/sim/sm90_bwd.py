@@ -111,7 +111,7 @@ class LoadOps:
 
     def load_k(self, tile, slot):
         """Fill the K slot with the tile's keys."""
-        self._fill(slot, *self._keys(self._call.k, tile, self._call.config.tile_d))
+        self._fill(slot, *self._keys(self._call.k, tile, self._call.config.dq_width))
 
     def load_v(self, tile, slot):
         """Fill the V slot with the tile's values."""
@@ -341,7 +341,7 @@ class MmaOps:
         acc, operands = self._fragment(name, self._config.tile_m), (kept.region, passing.region)
 
         def product(keys, queries):
-            return matmul(keys[self._rows], queries[:, :-1].T)
+            return matmul(keys[self._rows, : queries.shape[1] - 1], queries[:, :-1].T)
 
         self._queue.issue(acc, product, operands, False, name)
         return acc
@@ -455,6 +455,8 @@ class Variation:
     alternate_roles: type = AlternateRoles  # of one with ``alternate``
     miscounts: dict = field(default_factory=dict)
     strict: bool = True
+    call = Call  # of the kernel, as its verbs
+    mma_ops = MmaOps
 
     def roles_of(self, config: BackwardConfig) -> type:
         """The roles of a config."""
@@ -569,14 +571,15 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
         ]
     dk, dv = (np.full(x.shape, np.nan, np.float32) for x in (k, v))
     entries, slots = slots_and_entries(sides[0])
-    shape = (entries, heads, slots * config.tile_m, config.tile_d)
+    shape = (entries, heads, slots * config.tile_m, config.dq_width)
     statistics = prepare(sides[0], out, lse, dout, dlse)
     check_graph(config.graph, SMEM_LIMIT)
     machine = None
     for worker, tiles in enumerate(ctas):
         if machine is None or not config.turns:
             machine, shared = Machine(seed + worker, variation.strict), ({}, {})
-        call = Call(config, q, k, v, dout, *statistics, dk, dv, options, tiles, *shared, shape)
+        given = (q, k, v, dout, *statistics, dk, dv)
+        call = variation.call(config, *given, options, tiles, *shared, shape)
         variation.fill(machine, call, worker, numbers[worker])
         if worker == len(ctas) - 1 or not config.turns:
             yield machine, call
@@ -586,7 +589,7 @@ def _regions(memory: Space, config: BackwardConfig, prefix: str) -> dict[tuple, 
     """Parts of shared memory that are not slots of a ring, by the graph's map."""
     bases, regions = config.graph.addresses(), {}
     half = config.tile_m * MMA_ROWS * ELEMENT_BYTES
-    box = config.dq_floats * 4
+    box = config.box_bytes
 
     def add(key, at, size, shape):
         name = prefix + "".join(str(part) if i == 0 else f"[{part}]" for i, part in enumerate(key))
@@ -614,7 +617,7 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, n
     schedule = role_class()
     memory, bases = Space(machine), graph.addresses()
     shapes = {
-        "k": (TILE_N, config.tile_d),
+        "k": (TILE_N, config.dq_width),
         "v": (TILE_N, config.tile_dv),
         "q": (config.tile_m, config.tile_d + 1),
         "do": (config.tile_m, config.tile_dv + 1),
@@ -653,7 +656,7 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, n
             ),
         )
         mine = call_for(ToldKvTiles, WARPS)
-        ops = MmaOps(machine, mine, prefix, group, regions, box)
+        ops = variation.mma_ops(machine, mine, prefix, group, regions, box)
         ends_and_signals = (
             *ends("mma", order),
             Exchange(meeting, empty, turns, group),

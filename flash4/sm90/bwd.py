@@ -83,7 +83,7 @@ class RunTime:
 
     lse: cute.Tensor  # (B, H, padded Sq), float32, log2 units
     delta: cute.Tensor  # (B, H, padded Sq), float32
-    dq: cute.Tensor  # (B, H, blocks, tile_m tile_d), float32
+    dq: cute.Tensor  # (B, H, blocks, tile_m dq_width), float32
     scale: Float32  # factor of a score
     cap: object  # in log2 units unless the config is natural, Float32; None where it has no such feature, as all that follows
     cap_scale: object  # factor of a score within the cap, Float32
@@ -164,7 +164,7 @@ class BackwardSm90:
             tensor(batch, seqlen_q, heads, head_dim_v),
             floats(batch, heads, padded),
             floats(batch, heads, padded),
-            floats(batch, heads, blocks, c.tile_m * c.tile_d),
+            floats(batch, heads, blocks, c.tile_m * c.dq_width),
             tensor(batch_k, seqlen_k, heads_kv, head_dim),
             tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
         )
@@ -280,7 +280,7 @@ class BackwardSm90:
         load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         boxes = {
             "q": (load, (c.tile_m, c.tile_d)),
-            "k": (load, (TILE_N, c.tile_d)),
+            "k": (load, (TILE_N, c.dq_width)),
             "v": (load, (TILE_N, c.tile_dv)),
             "do": (load, (c.tile_m, c.tile_dv)),
             "dk": (save, (MMA_ROWS, c.tile_d)),
@@ -322,7 +322,7 @@ class BackwardSm90:
         K's atoms are as narrow as what one warpgroup takes of its columns for dQ.
         """
         c, dtype = self.config, element(self.config)
-        kind = hopper.get_smem_layout_atom(ROW, dtype, c.tile_d if c.swap_dq else c.dq_shape[1])
+        kind = hopper.get_smem_layout_atom(ROW, dtype, c.dq_width if c.swap_dq else c.dq_shape[1])
         atom = warpgroup.make_smem_layout_atom(kind, dtype)
 
         def rows(count, width, stages):
@@ -330,7 +330,7 @@ class BackwardSm90:
 
         return {
             "q": rows(c.tile_m, c.tile_d, STAGES),
-            "k": cute.tile_to_shape(atom, (TILE_N, c.tile_d, 1), order=(0, 1, 2)),
+            "k": cute.tile_to_shape(atom, (TILE_N, c.dq_width, 1), order=(0, 1, 2)),
             "v": rows(TILE_N, c.tile_dv, 1),
             "do": rows(c.tile_m, c.tile_dv, STAGES),
             "ds": rows(c.tile_m, TILE_N, c.ds_stages),
@@ -438,7 +438,9 @@ class BackwardSm90:
                     outer = cute.append(cute.slice_(outer, (None, None, 0)), boxes)
                 tensors[buffer.name] = cute.make_tensor(pointer, outer)
         floats = cute.recast_ptr(pointers["dq"], dtype=Float32)
-        tensors["dq"] = cute.make_tensor(floats, cute.make_layout((c.dq_floats, MMA_WARPGROUPS)))
+        tensors["dq"] = cute.make_tensor(
+            floats, cute.make_layout((c.dq_floats, MMA_WARPGROUPS), stride=(1, c.box_bytes // 4))
+        )
         for name, ring in (("lse", "q"), ("delta", "do")):
             tile_bytes = self.graph.ring(ring).stage_bytes - c.statistics_bytes
             stages = self.graph.ring(ring).stages
@@ -506,6 +508,10 @@ class BackwardSm90:
         """Verbs of the ``mma`` role."""
         return MmaOps(**self._mma_fields(mmas, operands, run_time, tiles, shared, place))
 
+    def _keys_of_dq(self, shared):
+        """K^T (D, N, 1), as far as ``mmas.dq`` multiplies it."""
+        return permuted_view(shared.k, [1, 0, 2])
+
     def _mma_fields(self, mmas, operands, run_time, tiles, shared, place):
         """Partition the operands for one warpgroup, which is number ``mine`` of those that a product has; allocate its accumulators."""
         c, (thread, group, mine) = self.config, place
@@ -533,7 +539,7 @@ class BackwardSm90:
             tDPrDO=b(mmas.s, shared.do),
             tDVrDO=b(mmas.dv, permuted_view(shared.do, [1, 0, 2])),
             tDKrQ=b(mmas.dk, permuted_view(shared.q, [1, 0, 2])),
-            tDQrK=k_of_dq(mmas.dq, permuted_view(shared.k, [1, 0, 2])),
+            tDQrK=k_of_dq(mmas.dq, self._keys_of_dq(shared)),
             tDQrDS=ds_of_dq(mmas.dq, shared.ds),
             tDVrP=cute.make_rmem_tensor(operand, element(c)),
             tDKrDS=cute.make_rmem_tensor(operand, element(c)),

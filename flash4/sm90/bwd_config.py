@@ -119,6 +119,11 @@ class BackwardFacts:
         return tuple(name for name, present in given.items() if present)
 
     @property
+    def dq_width(self) -> int:
+        """Head dims of dQ as it is multiplied and summed, and so of K in shared memory: at least ``tile_d``."""
+        return self.tile_d
+
+    @property
     def box_bytes(self) -> int:
         """Bytes of a warpgroup's box of dQ."""
         return FLOAT_BYTES * self.dq_floats
@@ -197,12 +202,7 @@ class BackwardConfig(BackwardFacts):
 
     def __post_init__(self):
         self.check_mods()
-        if self.swap_dq and (self.tile_d != 2 * MMA_ROWS or self.tile_m % 16):
-            raise ValueError(
-                f"swap_dq with tile_d {self.tile_d}, tile_m {self.tile_m}; it needs {2 * MMA_ROWS}, and a multiple of 16"
-            )
-        if not self.swap_dq and self.tile_m not in (MMA_ROWS, 2 * MMA_ROWS):
-            raise ValueError(f"tile_m is {self.tile_m}; supported are 64 and 128, or swap_dq")
+        self._check_tile()
         if self.causal and self.right:
             raise ValueError("causal and right exclude each other: causal is a right side of 0")
         if self.alternate and not self.late:
@@ -224,6 +224,14 @@ class BackwardConfig(BackwardFacts):
                 f"handed_out with tile_m {self.tile_m}, tile_d {self.tile_d}, tile_dv {self.tile_dv}: dk and dv of "
                 f"{MMA_ROWS} keys leave through {self.box_bytes} bytes of dq"
             )
+
+    def _check_tile(self):
+        if self.swap_dq and (self.tile_d != 2 * MMA_ROWS or self.tile_m % 16):
+            raise ValueError(
+                f"swap_dq with tile_d {self.tile_d}, tile_m {self.tile_m}; it needs {2 * MMA_ROWS}, and a multiple of 16"
+            )
+        if not self.swap_dq and self.tile_m not in (MMA_ROWS, 2 * MMA_ROWS):
+            raise ValueError(f"tile_m is {self.tile_m}; supported are 64 and 128, or swap_dq")
 
     @property
     def tile_n(self) -> int:
@@ -255,7 +263,7 @@ class BackwardConfig(BackwardFacts):
     @property
     def dq_floats(self) -> int:
         """Numbers in a warpgroup's part of dQ."""
-        return self.tile_m * self.tile_d // MMA_WARPGROUPS
+        return self.tile_m * self.dq_width // MMA_WARPGROUPS
 
     @property
     def box_holds_results(self) -> bool:
@@ -283,7 +291,8 @@ class BackwardConfig(BackwardFacts):
         load = Role("load", range(0, 1), 1, registers)
         reduce = Role("reduce", range(0, 1), MMA_WARPGROUPS, registers, first_warp=1)
         mma = Role("mma", range(1, 1 + MMA_WARPGROUPS), 4 * MMA_WARPGROUPS, mma_registers)
-        k_bytes, v_bytes = (TILE_N * d * ELEMENT_BYTES for d in (self.tile_d, self.tile_dv))
+        k_bytes = TILE_N * self.dq_width * ELEMENT_BYTES
+        dk_bytes, v_bytes = (TILE_N * d * ELEMENT_BYTES for d in (self.tile_d, self.tile_dv))
         q_bytes, do_bytes = (self.tile_m * d * ELEMENT_BYTES for d in (self.tile_d, self.tile_dv))
         statistics = self.statistics_bytes
         tiles, words = (), ()
@@ -308,7 +317,7 @@ class BackwardConfig(BackwardFacts):
                 Buffer("dq", MMA_WARPGROUPS * self.box_bytes),
                 Buffer("q", STAGES * (q_bytes + statistics)),  # tiles, then LSE of each
                 Buffer("do", STAGES * (do_bytes + statistics)),  # tiles, then D of each
-                Buffer("dk", k_bytes, borrows=hosts["dk"]),
+                Buffer("dk", dk_bytes, borrows=hosts["dk"]),
                 Buffer("dv", v_bytes, borrows=hosts["dv"]),
                 *words,
             ),
@@ -424,18 +433,18 @@ def has_mods(problem) -> bool:
 
 def choose_order(config: BackwardConfig, problem) -> tuple[dict, tuple[str, ...]]:
     """Return the config fields that say who does what when, and the reasons."""
-    if config.varlen or not config.box_holds_results:
-        return {}, (
-            "one CTA for each tile of keys, and kernels one after the other: lengths or head dims ask for it",
-        )
-    fields = {"handed_out": True, "chained": True, "backwards": not config.left}
-    reasons = ["tiles handed out, and kernels launched before the one before has ended"]
     window = config.left or config.right
-    if not window and (not problem.causal or problem.seqlen_q <= problem.seqlen_k):
-        fields["first_stores"] = True
-        reasons.append(
-            "the first tile visits all queries, and stores its part of dQ instead of adding it to zeros"
-        )
+    fields, reasons = {"chained": True}, ["kernels launched before the one before has ended"]
+    if config.varlen or not config.box_holds_results:
+        reasons.append("one CTA for each tile of keys: lengths or head dims ask for it")
+    else:
+        fields |= {"handed_out": True, "backwards": not config.left}
+        reasons.append("tiles handed out")
+        if not window and (not problem.causal or problem.seqlen_q <= problem.seqlen_k):
+            fields["first_stores"] = True
+            reasons.append(
+                "the first tile visits all queries, and stores its part of dQ instead of adding it to zeros"
+            )
     if config.tile_m == 2 * MMA_ROWS and not window and problem.seqlen_q >= LATE_QUERIES:
         fields |= {"late": True, "alternate": True}
         reasons.append(

@@ -210,7 +210,7 @@ class LoadOps:
     mLSE: cute.Tensor  # (B, H, padded S), log2 units; +inf where P must vanish
     mD: cute.Tensor  # (B, H, padded S)
     sQ: cute.Tensor  # (tile_m, tile_d, stages)
-    sK: cute.Tensor  # (tile_n, tile_d, 1)
+    sK: cute.Tensor  # (tile_n, dq_width, 1)
     sV: cute.Tensor  # (tile_n, tile_dv, 1)
     sDO: cute.Tensor  # (tile_m, tile_dv, stages)
     sLSE: cute.Tensor  # (tile_m, stages)
@@ -220,7 +220,7 @@ class LoadOps:
         """Fill the K slot with the tile's keys; rows past the sequence become zero."""
         c = self.config
         mK = self._keys("k", tile)
-        gK = cute.local_tile(mK, (c.tile_n, c.tile_d), (tile.n_block, 0))
+        gK = cute.local_tile(mK, (c.tile_n, c.dq_width), (tile.n_block, 0))
         tma_load(self.k.atom, gK, self.sK, slot)
 
     def load_v(self, tile, slot):
@@ -303,7 +303,7 @@ class ReduceOps:
 
     config: BackwardConfig
     tiles: object
-    mDQ: cute.Tensor  # (B, H, blocks, tile_m tile_d), float32
+    mDQ: cute.Tensor  # (B, H, blocks, tile_m dq_width), float32
     sDQ: cute.Tensor  # (dq_floats,) of the warpgroup
     mTurns: (
         object  # (B, H, blocks, 2) int32, additions that somebody waits for; None without ``turns``
@@ -524,12 +524,17 @@ class MmaOps:
     def dq(self, i, k_slot):
         """Issue this warpgroup's part of dQ = dS K, or of its transpose, into a fresh accumulator."""
         c = self.config
-        dQ = cute.make_rmem_tensor(((2, 2, c.dq_floats // WARPGROUP // 4), 1, 1), Float32)
+        dQ = cute.make_rmem_tensor(((2, 2, self.dq_groups), 1, 1), Float32)
         tDQrDS = self.tDQrDS[None, None, None, i % self.config.ds_stages]
         tDQrK = self.tDQrK[None, None, None, 0]
         a, b = (tDQrK, tDQrDS) if c.swap_dq else (tDQrDS, tDQrK)
         issue_mma(self.mma_dq, dQ, a, b, False)
         return dQ
+
+    @property
+    def dq_groups(self) -> int:
+        """Groups of 4 numbers of a thread's part of dQ."""
+        return self.config.dq_floats // WARPGROUP // 4
 
     def wait_mma(self, pending):
         """Wait until at most ``pending`` groups of MMAs are in flight."""

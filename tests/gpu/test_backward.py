@@ -108,6 +108,19 @@ PROBLEMS = {
     "d256 peaked": Problem(**D256, **SQUARE, softmax_scale=0.7),
     "d192 and 128": Problem(**D192, **SQUARE, causal=True),
     "d192 and 128, full": Problem(**D192, heads_kv=2, seqlen_q=640, seqlen_k=512),
+    "d192 and 128, one tile": Problem(**D192, seqlen_q=48, seqlen_k=128),
+    "d192 and 128, float16": Problem(head_dim=192, head_dim_v=128, **SQUARE, causal=True),
+    "d192 and 128, rows without keys": Problem(
+        **D192, heads_kv=2, seqlen_q=517, seqlen_k=130, causal=True
+    ),
+    "d192 and 128, few keys": Problem(**D192, heads_kv=3, seqlen_q=900, seqlen_k=3),
+    "d192 and 128, cap": Problem(**D192, **SQUARE, causal=True, softcap=5.0),
+    "d160": Problem(head_dim=160, head_dim_v=160, dtype=BF16, **SQUARE, causal=True),
+    "d152 and 144": Problem(head_dim=152, head_dim_v=144, **SQUARE),
+    "d160 everything": Problem(
+        head_dim=160, head_dim_v=160, dtype=BF16, batch=2, heads_kv=2, ratio=2, seqlen_q=333, seqlen_k=260,
+        window_size=(100, 100), softcap=3.0, sink=2.0, alibi="by batch and head", softmax_scale=-0.2,
+    ),
     "d192": Problem(head_dim=192, head_dim_v=192, **SQUARE, causal=True),
     "d136 and 64": Problem(head_dim=136, head_dim_v=64, **SQUARE),
     "d64 and 256": Problem(head_dim=64, head_dim_v=256, dtype=BF16, **SQUARE, causal=True),
@@ -177,9 +190,11 @@ def test_gradients_of_out_lie_anyhow(name: str, dout: str):
     GradientCase(PROBLEMS[name], dout=dout).check()
 
 
-@pytest.mark.parametrize("seqlen_q", [1, 63, 64, 65, 79, 80, 81, 127, 128, 129, 161])
+@pytest.mark.parametrize(
+    "seqlen_q", [1, 47, 48, 49, 63, 64, 65, 79, 80, 81, 96, 127, 128, 129, 161]
+)
 @pytest.mark.parametrize("seqlen_k", [1, 127, 128, 129, 257])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 160, 192, 256])
 def test_edges_of_tiles(head_dim: int, seqlen_q: int, seqlen_k: int):
     for causal in (False, True):
         problem = Problem(BF16, 1, 1, 2, head_dim, head_dim, seqlen_q, seqlen_k, causal)
@@ -203,6 +218,9 @@ LARGE = {
     "d256 full, odd lengths": Problem(**D256, batch=3, heads_kv=5, seqlen_q=777, seqlen_k=1031),
     "d192 grouped heads": Problem(
         **D192, batch=2, heads_kv=4, ratio=6, seqlen_q=1000, seqlen_k=1100, causal=True
+    ),
+    "d160 full, odd lengths": Problem(
+        head_dim=160, head_dim_v=160, dtype=BF16, batch=3, heads_kv=5, seqlen_q=777, seqlen_k=1031
     ),
 }  # fmt: skip
 

@@ -49,6 +49,9 @@ LARGE = {
         head_dim=256, head_dim_v=256, dtype=BF16, heads_kv=2, ratio=2, seqlen_q=700, seqlen_k=900,
         batch=4, used_q=(700, 0, 130, 699), used_k=(1, 900, 555, 128), score_mod="relative",
     ),
+    "d192 and 128": Problem(
+        head_dim=192, head_dim_v=128, dtype=BF16, heads_kv=2, ratio=2, lengths_q=UNEVEN, lengths_k=UNEVEN, causal=True
+    ),
     "d128 everything": Problem(
         **D128, heads_kv=2, ratio=2, lengths_q=UNEVEN, lengths_k=UNEVEN[::-1], softcap=3.0, sink=1.0,
         alibi="by batch and head", window_size=(300, 100), used_q=(1800, 0, 2, 500, 64, 0, 1, 1279),

@@ -27,6 +27,7 @@ from tests.host.test_dispatch import LAYOUTS, run_reference, stand_in_gpu
 F16, BF16 = torch.float16, torch.bfloat16
 WORKERS = 132
 NARROW, WIDE = "flash4.sm90.bwd:BackwardSm90", "flash4.sm90.bwd_wide:WideBackwardSm90"
+MIDDLE = "flash4.sm90.bwd_192:Backward192Sm90"
 
 
 def check_rows(*tensors):
@@ -36,17 +37,22 @@ def check_rows(*tensors):
         assert not any(stride % 8 for stride in x.stride()[:-1]), x.stride()
 
 
+def width_of(config):
+    """Head dims of the sums of dQ; ``config`` is that of a backward or of a kernel around it."""
+    return getattr(config, "dq_width", config.tile_d)
+
+
 def order_of_sums(config):
     """(queries, head dims) of a block's sums, one after the other."""
     places = [
         dq_place(config, part, thread, group, number)
         for part in range(2)
-        for group in range(config.tile_m * config.tile_d // 1024)
+        for group in range(config.tile_m * width_of(config) // 1024)
         for thread in range(128)
         for number in range(4)
     ]
     assert sorted(places) == [
-        (query, column) for query in range(config.tile_m) for column in range(config.tile_d)
+        (query, column) for query in range(config.tile_m) for column in range(width_of(config))
     ]
     return torch.tensor(places).T
 
@@ -160,7 +166,7 @@ def multiply_sequence(config, tensors, places, numbers, optional):
         by_head = (factor * x).unflatten(0, (-1, ratio)).sum(1).transpose(0, 1)
         target[of_k.entry, of_k.begin : of_k.begin + seqlen_k] = by_head
     blocks = -(-seqlen_q // config.tile_m)
-    padded = torch.zeros(sums.shape[1], blocks * config.tile_m, config.tile_d)
+    padded = torch.zeros(sums.shape[1], blocks * config.tile_m, width_of(config))
     padded[:, :seqlen_q, : q.shape[3]] = ds @ ks
     at_queries, at_columns = order_of_sums(config)
     mine = sums[of_q.entry, :, of_q.slot : of_q.slot + blocks]
@@ -189,7 +195,7 @@ def backward_on_cpu(dout, dlse, q, k, v, out, lse, *fields):
 def stand_in():
     """CPU tensors for CUDA ones and torch for the kernels; yields the names of the kernels, in order of launches."""
     launched = []
-    kernels = {PREPARE: prepare, NARROW: multiply, WIDE: multiply, FINISH: finish}
+    kernels = {PREPARE: prepare, FINISH: finish} | dict.fromkeys((NARROW, MIDDLE, WIDE), multiply)
     with stand_in_gpu(run_reference) as forwards, contextlib.ExitStack() as stack:
         forward_of = ops.CACHE.get
 
@@ -273,13 +279,20 @@ def test_sums_that_no_tile_begins_are_refused():
         ops.launch_backward(launch, x.dout, None, x.three, x.dout, None, options)
 
 
-@pytest.mark.parametrize("dims", [(136, 64), (64, 256), (192, 128), (256, 256)], ids=str)
-def test_gradients_of_wide_heads(dims):
+@pytest.mark.parametrize(
+    ("dims", "kernel"),
+    [
+        ((136, 64), MIDDLE), ((64, 256), WIDE), ((192, 128), MIDDLE), ((160, 160), MIDDLE),
+        ((168, 136), WIDE), ((256, 256), WIDE),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_gradients_of_wide_heads(dims, kernel):
     x = Inputs.draw(dims=dims)
     with stand_in() as launched:
         out = flash4.flash_attn_func(*x.three, causal=True)
         gradients = torch.autograd.grad(out, x.three, x.dout)
-    assert launched == [PREPARE, WIDE, FINISH]
+    assert launched == [PREPARE, kernel, FINISH]
     assert_gradients_close(gradients, x.three, x.dout, causal=True)
 
 

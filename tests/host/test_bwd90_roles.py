@@ -21,7 +21,9 @@ from flash4.jit.compile import compile_kernel
 from flash4.problem import AttentionProblem, CallOptions
 from flash4.sim.explore import explore
 from flash4.sim.sm90_bwd import backward_machines, simulate_backward
+from flash4.sim.sm90_bwd_192 import simulate_backward_192
 from flash4.sim.sm90_bwd_wide import simulate_wide_backward
+from flash4.sm90.bwd_192_config import Backward192Config
 from flash4.sm90.bwd_config import BackwardConfig, choose_config
 from flash4.sm90.bwd_wide_config import WideBackwardConfig
 from tests import strategies
@@ -136,8 +138,8 @@ CONFIGS += [
 
 def simulator_of(config):
     """Function that simulates the kernel of a config."""
-    wide = isinstance(config, WideBackwardConfig)
-    return simulate_wide_backward if wide else simulate_backward
+    own = {Backward192Config: simulate_backward_192, WideBackwardConfig: simulate_wide_backward}
+    return own.get(type(config), simulate_backward)
 
 
 def run(case: Case, seed: int = 0):

@@ -52,6 +52,15 @@ PROBLEMS = {
         head_dim=128, head_dim_v=96, dtype=BF16, **PACKED, softcap=3.0, alibi="by head", ratio=2,
         window_size=(40, 9),
     ),
+    "d192 and 128": Problem(head_dim=192, head_dim_v=128, dtype=BF16, **PACKED, causal=True, ratio=2),
+    "d160, in use": Problem(
+        head_dim=160, head_dim_v=160, seqlen_q=150, seqlen_k=270, batch=3, used_q=(150, 0, 66),
+        used_k=(3, 270, 128),
+    ),
+    "d192 and 128, all features": Problem(
+        head_dim=192, head_dim_v=128, dtype=BF16, **PACKED, softcap=3.0, alibi="by head", ratio=2,
+        window_size=(40, 9),
+    ),
     "window": Problem(**D64, **PACKED, window_size=(40, 9)),
     "mods": Problem(**D64, **PACKED, score_mod="bent", mask_mod="dilated", causal=True),
     "mods in use": Problem(

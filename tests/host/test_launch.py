@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import flash4
 from flash4 import interface, launch, ops
 from tests.checks import assert_gradients_close
-from tests.host.test_backward_ops import NARROW, WIDE, Inputs, stand_in
+from tests.host.test_backward_ops import MIDDLE, NARROW, WIDE, Inputs, stand_in
 from tests.host.test_dispatch import stand_in_gpu
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -64,7 +64,9 @@ def test_the_second_call_takes_the_short_way_to_the_same_result(name, wants_lse)
     assert facts[0] == facts[1] == facts[2]
 
 
-@pytest.mark.parametrize(("dims", "kernel"), [((40, 24), NARROW), ((192, 128), WIDE)])
+@pytest.mark.parametrize(
+    ("dims", "kernel"), [((40, 24), NARROW), ((192, 128), MIDDLE), ((192, 192), WIDE)]
+)
 @pytest.mark.parametrize("name", FEATURES)
 def test_gradients_of_the_second_call(name, dims, kernel):
     """Those of sinks go the long way, after a short one of the forward."""
