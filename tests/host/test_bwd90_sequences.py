@@ -67,7 +67,6 @@ PROBLEMS = {
         **D64, lengths_q=(70, 0, 200), seqlen_k=140, batch=3, used_k=(140, 30, 99), alibi="by head",
         softcap=3.0, score_mod="relative", mask_mod="documents",
     ),
-    "d192 and 128": Problem(head_dim=192, head_dim_v=128, dtype=BF16, **PACKED, causal=True),
     "d256 in use, mods": Problem(
         head_dim=256, head_dim_v=256, seqlen_q=90, seqlen_k=150, batch=3, used_q=(90, 0, 66),
         used_k=(3, 150, 128), score_mod="heads", sink=0.0,
