@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass, replace
 
+from flash4.sm90.bwd_config import MAX_HEAD_DIM as NARROW_HEAD_DIM
 from flash4.sm90.bwd_config import (
-    FLOAT_BYTES,
     MMA_WARPGROUPS,
     BackwardConfig,
 )
-from flash4.sm90.bwd_config import MAX_HEAD_DIM as NARROW_HEAD_DIM
-from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS
+from flash4.sm90.fwd_config import MMA_ROWS
 
 PARTS = 3  # of dQ, of 64 head dims each: one for each warpgroup, and one that they share
 MAX_HEAD_DIM = PARTS * MMA_ROWS
@@ -44,18 +43,6 @@ class Backward192Config(BackwardConfig):
     def dq_shape(self) -> tuple[int, int]:
         """(queries, head dims) of as many numbers as a warpgroup's part of dQ has: it is not a rectangle."""
         return self.tile_m, self.dq_width // MMA_WARPGROUPS
-
-    @property
-    def box_bytes(self) -> int:
-        """Bytes of a warpgroup's box: of its part of dQ, and of dK or dV of its keys where they leave through it."""
-        results = MMA_ROWS * ELEMENT_BYTES * max(self.tile_d, self.tile_dv)
-        part = FLOAT_BYTES * self.dq_floats
-        return max(part, results) if self.handed_out else part
-
-    @property
-    def box_holds_results(self) -> bool:
-        """As in ``BackwardConfig``: it is made so large."""
-        return True
 
 
 def padded(head_dim: int) -> int:

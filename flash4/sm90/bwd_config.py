@@ -125,8 +125,10 @@ class BackwardFacts:
 
     @property
     def box_bytes(self) -> int:
-        """Bytes of a warpgroup's box of dQ."""
-        return FLOAT_BYTES * self.dq_floats
+        """Bytes of a warpgroup's box: of its part of dQ, and of dK or dV of its keys where they leave through it."""
+        results = MMA_ROWS * ELEMENT_BYTES * max(self.tile_d, self.tile_dv)
+        part = FLOAT_BYTES * self.dq_floats
+        return max(part, results) if self.handed_out else part
 
     @property
     def statistics_bytes(self) -> int:
@@ -219,11 +221,6 @@ class BackwardConfig(BackwardFacts):
             raise ValueError(
                 "handed_out, first_stores and backwards are for sequences of one length"
             )
-        if self.handed_out and not self.box_holds_results:
-            raise ValueError(
-                f"handed_out with tile_m {self.tile_m}, tile_d {self.tile_d}, tile_dv {self.tile_dv}: dk and dv of "
-                f"{MMA_ROWS} keys leave through {self.box_bytes} bytes of dq"
-            )
 
     def _check_tile(self):
         if self.swap_dq and (self.tile_d != 2 * MMA_ROWS or self.tile_m % 16):
@@ -264,11 +261,6 @@ class BackwardConfig(BackwardFacts):
     def dq_floats(self) -> int:
         """Numbers in a warpgroup's part of dQ."""
         return self.tile_m * self.dq_width // MMA_WARPGROUPS
-
-    @property
-    def box_holds_results(self) -> bool:
-        """Whether dK and dV of a warpgroup's keys fit where its part of dQ leaves through."""
-        return self.box_bytes >= MMA_ROWS * ELEMENT_BYTES * max(self.tile_d, self.tile_dv)
 
     @property
     def tile_readers(self) -> int:
@@ -435,7 +427,7 @@ def choose_order(config: BackwardConfig, problem) -> tuple[dict, tuple[str, ...]
     """Return the config fields that say who does what when, and the reasons."""
     window = config.left or config.right
     fields, reasons = {"chained": True}, ["kernels launched before the one before has ended"]
-    if config.varlen or not config.box_holds_results:
+    if config.varlen or not replace(config, handed_out=True).fits:
         reasons.append("one CTA for each tile of keys: lengths or head dims ask for it")
     else:
         fields |= {"handed_out": True, "backwards": not config.left}
