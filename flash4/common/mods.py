@@ -54,11 +54,33 @@ def register(mod) -> int:
         return 0
     if not callable(mod):
         raise TypeError(f"a mod must be callable, got {mod!r}")
+    key = _key_of(mod)
+    if key not in _functions:
+        frozen = _frozen(mod)
+        _functions[key] = frozen if _key_of(frozen) == key else mod
+    return key
+
+
+def _key_of(mod) -> int:
     digest = hashlib.sha256()
     _describe(mod, digest.update, [])
-    key = int.from_bytes(digest.digest()[:_KEY_BYTES], "big") + 1
-    _functions.setdefault(key, mod)
-    return key
+    return int.from_bytes(digest.digest()[:_KEY_BYTES], "big") + 1
+
+
+def _frozen(mod):
+    """A mod with what it closes over and the globals that it sees as they are now.
+
+    Kernels of a backward are traced after the forward was called, when a loop may have changed a number meanwhile.
+    """
+    if isinstance(mod, functools.partial):
+        return functools.partial(_frozen(mod.func), *mod.args, **mod.keywords)
+    if not isinstance(mod, types.FunctionType) or _is_known_by_name(mod):
+        return mod
+    cells = tuple(types.CellType(cell.cell_contents) for cell in mod.__closure__ or ())
+    names = mod.__globals__.copy(), mod.__name__
+    frozen = types.FunctionType(mod.__code__, *names, mod.__defaults__, cells or None)
+    frozen.__kwdefaults__, frozen.__qualname__ = mod.__kwdefaults__, mod.__qualname__
+    return frozen
 
 
 def function(key: int):
@@ -66,13 +88,20 @@ def function(key: int):
 
     Raises:
         KeyError: this process has not registered it.
+        RuntimeError: something that it depends on has changed since then.
     """
     if key == 0:
         return None
     try:
-        return _functions[key]
+        mod = _functions[key]
     except KeyError:
         raise KeyError(f"mod {key:#x} is not known to this process: register it first") from None
+    if _key_of(mod) != key:
+        raise RuntimeError(
+            f"{mod!r} depends on something that has changed since its call: a kernel would not be what was asked for; "
+            "do not change what helpers of a mod read before its kernels are compiled, in the backward too"
+        )
+    return mod
 
 
 def register_while_tracing(mod) -> int:

@@ -13,6 +13,7 @@ import torch
 
 import flash4
 from flash4 import ahead, cli, ops
+from flash4.common import mods
 from flash4.jit import cache, farm
 from flash4.jit.cache import CACHE
 from tests.host.test_backward_ops import stand_in
@@ -156,6 +157,23 @@ def test_mods_are_compiled_here(folder, compiled, monkeypatch):
     flash4.precompile([call(score_mod=tenth), call()], arch="sm_90a")
     ((keys, _),) = compiled
     assert len(keys) == 1 and len(asked) == 1 and asked[0][1].score_mod
+
+
+def tenth_bwd(grad, *_):
+    return grad * 0.1
+
+
+def test_mods_of_gradients_are_compiled_here(folder, compiled, monkeypatch):
+    """The kernels before and after them know no mods."""
+    asked = []
+    monkeypatch.setattr(CACHE, "get", lambda *key: asked.append(key))
+    made = call(score_mod=tenth, score_mod_bwd=tenth_bwd)
+    flash4.precompile([made], arch="sm_90a", backward=True)
+    ((keys, _),) = compiled
+    assert [key[1].score_mod for key in asked] == [mods.register(tenth)] * 2
+    assert asked[1][1].score_mod_bwd == mods.register(tenth_bwd) and len(keys) == 2
+    with pytest.raises(NotImplementedError, match="pass score_mod_bwd"):
+        flash4.precompile([call(score_mod=tenth)], arch="sm_90a", backward=True)
 
 
 # A worker that sleeps, dies or answers by the number in its key.

@@ -681,6 +681,11 @@ def test_the_operator_is_registered_as_torch_expects():
             call = (x.dout, dlse, q, k, v, out, lse, 0.125, True, 30, -1, 3.0, sink)
             torch.library.opcheck(ops.backward, call, test_utils=tests)
         torch.library.opcheck(ops.forward, (*x.three, 0.125, True, None))
+        keywords = MODS["both, with tensors"]
+        options = options_of(*x.three, **keywords)
+        torch.library.opcheck(ops.forward, (*x.three, *options), test_utils=tests)
+        call = (x.dout, None, q, k, v, out, lse, *ops.backward_fields(options))
+        torch.library.opcheck(ops.backward, call, test_utils=tests)
 
 
 def test_torch_compile_differentiates():

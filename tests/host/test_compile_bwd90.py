@@ -107,7 +107,7 @@ CONFIGS |= {
     f"{d}/{dv} {name}": config_for(d, dv, **facts)
     for d, dv, name, facts in (
         (64, 64, "causal, score_mod", {"causal": True} | SCORE),
-        (64, 64, "mods, everything, turns, all lengths", EVERYTHING | LENGTHS | SCORE | MASK),
+        (64, 64, "mods, everything, all lengths", EVERYTHING | LENGTHS | SCORE | MASK),
         (64, 64, "mods that read", READING),
         (128, 128, "causal, mask_mod", {"causal": True} | MASK),
         (128, 128, "causal, score_mod", {"causal": True} | SCORE),

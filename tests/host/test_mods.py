@@ -32,6 +32,13 @@ def helper(k):
     return k * 2
 
 
+DEEP = 0.0
+
+
+def indirect():
+    return DEEP
+
+
 def helped(score, b, h, q, k, info, aux):
     return score + helper(k)
 
@@ -40,7 +47,7 @@ def test_same_code_and_numbers_are_one_mod():
     assert mods.register(scaled(2.0)) == mods.register(scaled(2.0)) > 0
     assert mods.register(functools.partial(named)) == mods.register(functools.partial(named))
     assert mods.register(None) == 0 and mods.function(0) is None
-    assert mods.function(mods.register(named)) is named
+    assert mods.function(mods.register(named))(1.0, 0, 0, 0, 2, None, None) == 1.0 + SLOPE * 2
 
 
 def test_what_changes_the_code_changes_the_key(monkeypatch):
@@ -54,6 +61,30 @@ def test_what_changes_the_code_changes_the_key(monkeypatch):
     monkeypatch.setitem(globals(), "helper", lambda k: k * 3)
     keys.append(mods.register(helped))
     assert len(set(keys)) == len(keys)
+
+
+def test_numbers_that_change_later_do_not_reach_a_mod(monkeypatch):
+    """A backward is traced when the loop that made its forward has gone on."""
+    keys = []
+    for factor in (3.5, 4.5):
+        keys.append(mods.register(lambda score, *_: score * factor))  # noqa: B023
+    assert [mods.function(key)(2.0) for key in keys] == [7.0, 9.0]
+    monkeypatch.setitem(globals(), "SLOPE", 0.75)
+    key = mods.register(functools.partial(named))
+    monkeypatch.setitem(globals(), "SLOPE", 0.125)
+    assert mods.function(key)(1.0, 0, 0, 0, 2, None, None) == 2.5
+
+
+def test_helpers_that_change_later_are_noticed(monkeypatch):
+    def own(score, *_):
+        return score + indirect()
+
+    monkeypatch.setitem(globals(), "DEEP", 1.25)
+    key = mods.register(own)
+    assert mods.function(key)(1.0) == 2.25
+    monkeypatch.setitem(globals(), "DEEP", 2.25)
+    with pytest.raises(RuntimeError, match="has changed since its call"):
+        mods.function(key)
 
 
 def test_mods_that_name_themselves_end():

@@ -216,6 +216,28 @@ def test_mods_are_part_of_the_graph(name, monkeypatch):
     assert len(keys) == len({*expected}) == (3 if name in ("number", "closure") else 1)
 
 
+def test_derivatives_are_part_of_the_graph():
+    """Compiled again when a number changes that the derivative reads."""
+    derivative, change = by_closure(0.5)
+    seen = []
+
+    def backend(module, inputs):
+        (node,) = [n for n in module.graph.nodes if "flash4" in str(n.target)]
+        seen.append(dict(zip(CallOptions._fields, node.args[3:], strict=False))["score_mod_bwd"])
+        return module
+
+    def attend(q, bwd):
+        return flash4.flash_attn_func(q, q, q, score_mod=by_default, score_mod_bwd=bwd)
+
+    compiled = torch.compile(attend, fullgraph=True, backend=backend)
+    with FakeTensorMode():
+        for value in (0.5, 0.7, 0.7):
+            change(value)
+            compiled(fake(2, 20, 4, 64), derivative)
+            assert seen[-1] == mods.register(derivative)
+    assert len(seen) == 2
+
+
 def test_mods_made_within_the_graph():
     """From numbers that the graph is made for; a symbolic one is refused."""
 
