@@ -32,6 +32,7 @@ MAX_HEAD_DIM = 256  # of K and V, too: an MMA has at most 256 columns
 TWO_TILES_D, TWO_TILES_DV = 192, 128  # up to which two Q tiles, and two O, have room
 MAX_STAGES = 6
 STAT_BYTES = 2 * BUFFERS * MMA_ROWS * 4  # per row: the factor of O, and the inverse row sum
+NO_KEY = 3.4028234663852886e38  # minus the shift of a row that has seen no key: the largest float32
 LARGEST_TOTAL = 2.0**64  # row sum up to which P of a fixed shift is trusted, if O is finite too
 MARKS = 127  # marks of tiles to work on again: one per wave, modulo this, and one for all
 MARKS_BYTES = 4 * (MARKS + 1)
