@@ -399,7 +399,9 @@ def test_the_kernel_itself_is_not_reported(jury):
 
 @pytest.mark.parametrize("name", SYNCHRONISING)
 def test_no_synchronisation_can_go_or_move(name, jury):
-    assert (jury.verdict(MUTANTS[name]) is None) == (name in HARMLESS)
+    """What is listed as harmless in one order only; the command tries all."""
+    seeds = 1 if name in HARMLESS else None
+    assert (jury.verdict(MUTANTS[name], seeds) is None) == (name in HARMLESS)
 
 
 SIGNALS = [
