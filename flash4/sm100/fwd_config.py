@@ -45,7 +45,7 @@ FEATURE_REGISTERS = (
     48,
 )  # windows, mods, sequences and the like keep more beside a row of S
 CROWDED_REGISTERS = (200, 72, 40)  # caps, slopes or mods of sequences
-WINDOW_REGISTERS = (208, 56, 40)  # windows of sequences
+WINDOW_REGISTERS = (208, 56, 40)  # windows of sequences, and sequences with packed heads
 WIDE_REGISTERS = (240, 160, 96)  # of one Q tile: one warpgroup less
 PAIRED_DIM_V = 128  # halves of V are one group of columns under the swizzle
 PAIRED_CAUSAL = (
@@ -328,9 +328,11 @@ class ForwardConfig:
             return WIDE_REGISTERS
         if self.varlen and (self.natural or self.softcap or self.mask_mod):
             return CROWDED_REGISTERS
-        if self.varlen and self.left:
+        if self.varlen and (self.left or self.pack > 1):
             return WINDOW_REGISTERS
-        return FEATURE_REGISTERS if self.featured else REGISTERS
+        # Beyond 128 a causal pair's look at the maximum spills three without.
+        wide = self.causal and self.tile_d > PAIRED_DIM_V and self.poly > 0
+        return FEATURE_REGISTERS if self.featured or wide else REGISTERS
 
     @property
     def graph(self) -> Graph:

@@ -118,6 +118,13 @@ def featured() -> dict[str, tuple[ForwardConfig, str]]:
             "cu_k": True,
             "sink": True,
         },
+        "cu_seqlens_q, seqused_k, pack 64": {
+            "cu_q": True,
+            "used_k": True,
+            "causal": True,
+            "ratio": 64,
+            "pack_gqa": True,
+        },
         "softcap, seqused": {"softcap": True, "used_q": True, "used_k": True},
     } | {
         name: {
