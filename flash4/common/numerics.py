@@ -17,6 +17,7 @@ TANH_MIDDLE_END = 0.8125
 # Sizes of a cap's two factors up to which coefficients with both in them, the inner one to the fifth, are far from the
 # ends of float32.
 LARGEST_FACTOR = 2.0**20
+SEVENS = 28  # bits of a row in a word, seven to a byte
 LN2 = 0.6931471805599453
 LOG2E = 1.4426950408889634
 RESCALE_THRESHOLD_LOG2 = 8.0  # P may grow to 2^8 before its row is rescaled: float16 has room
@@ -48,6 +49,27 @@ def low_bits(n):
     return Int32(inline_ptx(T.i32(), "=r,r", text, Int32(n)))
 
 
+def place_in_sevens(n):
+    """Place of bit ``n`` of a row of bits, seven to a byte: those become predicates in one instruction (R2P)."""
+    return n + n // 7
+
+
+def max3_float(a, b, c):
+    """Largest of three float32; sm_100 and later."""
+    return Float32(inline_ptx(T.f32(), "=f,f,f,f", "max.f32 $0, $1, $2, $3;", a, b, c))
+
+
+def saturated_fma(a, b, c):
+    """a b + c, of at least 0 and at most 1; of a NaN 0.
+
+    It takes the bits of a: where that is masked, ptxas makes predicates seven at a time (R2P) only if the masks of all
+    scores are alike, and LLVM has integers where two of them become a pair.
+    """
+    text = "{ .reg .f32 t; mov.b32 t, $1; fma.rn.sat.f32 $0, t, $2, $3; }"
+    bits = Float32(a).bitcast(Int32)
+    return Float32(inline_ptx(T.f32(), "=f,r,f,f", text, bits, Float32(b), Float32(c)))
+
+
 def max3_int(a, b, c):
     """Largest of three int32: one VIMNMX3 on sm_90 and later."""
     text = "{ .reg .s32 t; max.s32 t, $1, $2; max.s32 $0, t, $3; }"
@@ -72,6 +94,14 @@ def max_float(values):
     for i, x in enumerate(values[4:]):
         lanes[i % 4] = cute.arch.fmax(lanes[i % 4], x)
     return cute.arch.fmax(cute.arch.fmax(lanes[0], lanes[1]), cute.arch.fmax(lanes[2], lanes[3]))
+
+
+def max3_of(values):
+    """Largest of an even number of float32 values, in four chains of maxima of three; sm_100 and later."""
+    lanes = list(values[:4])
+    for i, (a, b) in enumerate(zip(values[4::2], values[5::2], strict=True)):
+        lanes[i % 4] = max3_float(lanes[i % 4], a, b)
+    return cute.arch.fmax(max3_float(lanes[0], lanes[1], lanes[2]), lanes[3])
 
 
 def tanh(x):

@@ -555,10 +555,10 @@ class Jury:
         arguments = (problem.options, problem.workers, seed, variation)
         return self._simulate(problem.config, *tensors, *arguments)
 
-    def verdict(self, mutant: Mutant) -> str | None:
-        """How a mutant is reported; None if it is not."""
+    def verdict(self, mutant: Mutant, seeds: int | None = None) -> str | None:
+        """How a mutant is reported; None if it is not, in so many orders, or in as many as the jury tries."""
         variation = mutant.build()
-        for seed in range(self._seeds):
+        for seed in range(self._seeds if seeds is None else seeds):
             for case, expected in zip(self._problems, self._expected):
                 if not _concerns(variation, case[0].config):
                     continue

@@ -32,10 +32,11 @@ from flash4.sm100.fwd_config import (
     LARGEST_TOTAL,
     MARKS,
     MMA_ROWS,
+    NO_KEY,
     SMEM_LIMIT,
     ForwardConfig,
 )
-from flash4.sm100.fwd_exp import HIGHEST, LOWEST, QUARTIC
+from flash4.sm100.fwd_exp import JUST_BELOW, LOWEST, QUARTIC, RANGE, ROUNDER
 from flash4.sm100.fwd_graph import LEADER, THREADS, TMEM_COLUMNS, UMMA, WARP
 from flash4.sm100.fwd_roles import ForwardRoles
 from flash4.sm100.fwd_tiles import BARRIER_PASS
@@ -58,15 +59,24 @@ def unpack_16_bit(words: np.ndarray, bf16: bool) -> np.ndarray:
     return (words.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
-def exp2_on_fma(x: np.ndarray) -> np.ndarray:
-    """What the kernel's polynomial gives, in float32."""
-    # Of a NaN the number, like the hardware.
-    x = np.fmin(np.fmax(x, np.float32(LOWEST)), np.float32(HIGHEST))
-    whole = np.floor(x)
-    y = np.full_like(x, QUARTIC[0])
+def part_of_range(scores: np.ndarray, scale, offset) -> np.ndarray:
+    """What the kernel makes of scores for ``exp2_on_fma``; scale and offset are those with which they would be x."""
+    scale, offset = np.float64(scale) / RANGE, np.float32(offset) / np.float32(RANGE)
+    offset = (offset + np.float32(-LOWEST / RANGE)).astype(np.float64)
+    # Of a NaN the number, like the hardware; products of float32 are exact in float64.
+    y = np.fmin(np.fmax(scores.astype(np.float64) * scale + offset, 0), 1)
+    return y.astype(np.float32)
+
+
+def exp2_on_fma(y: np.ndarray, bounded: bool) -> np.ndarray:
+    """What the kernel's polynomial gives, in float32, for x = 256 y - 127; ``bounded`` if x is known to be below 128."""
+    below = RANGE if bounded else JUST_BELOW
+    shifted = np.floor(y.astype(np.float64) * below + ROUNDER).astype(np.float32)
+    f = y * np.float32(RANGE) + (np.float32(ROUNDER) - shifted)
+    power = np.full_like(y, QUARTIC[0])
     for c in QUARTIC[1:]:
-        y = y * (x - whole) + np.float32(c)
-    return ((whole.astype(np.int32) << 23) + y.view(np.int32)).view(np.float32)
+        power = power * f + np.float32(c)
+    return ((shifted.view(np.int32) << 23) + power.view(np.int32)).view(np.float32)
 
 
 @dataclass(frozen=True)
@@ -287,8 +297,8 @@ class SoftmaxOps:
         return self._config.phases(tile, self._part, self._call.tiles)
 
     def begin(self, tile):
-        """Shift -inf, sum 0."""
-        return np.full(MMA_ROWS, -np.inf, np.float32), np.zeros(MMA_ROWS, np.float32)
+        """No shift, sum 0."""
+        return np.full(MMA_ROWS, NO_KEY, np.float32), np.zeros(MMA_ROWS, np.float32)
 
     def _buffer(self, buffer):
         return self._q_tile if buffer is None else buffer
@@ -354,59 +364,55 @@ class SoftmaxOps:
         if c.mask_mod:
             s[~np.broadcast_to(mods.function(c.mask_mod)(*where), s.shape)] = -np.inf
 
-    def move_shift(self, scores, shift, phase):
-        """(new shift, factor of O and of the sum)."""
+    def move_shift(self, scores, offset, phase):
+        """(new offset, factor of O and of the sum)."""
         if phase.fixed:
-            return shift, np.ones(MMA_ROWS, np.float32)
-        new = np.fmax(shift, np.fmax.reduce(scores, 1))
-        growth = (shift - self._finite(new)) * self._call.scale_log2
+            return offset, np.ones(MMA_ROWS, np.float32)
+        new = -np.fmax.reduce(scores, 1) * self._call.scale_log2
+        growth = new - offset
         keep = growth >= -RESCALE_THRESHOLD_LOG2
         factor = np.where(keep, 1, np.exp2(growth)).astype(np.float32)
-        return np.where(keep, shift, new), factor
-
-    @staticmethod
-    def _finite(shift):
-        return np.where(shift == -np.inf, np.float32(0), shift)
+        return np.where(keep, offset, new), factor
 
     def put_factor(self, factor, buffer=None):
         """Tell correction."""
         self._stats[self._buffer(buffer)][0].write(factor)
 
-    def exp_head(self, scores, shift, phase, buffer=None):
+    def exp_head(self, scores, offset, phase, buffer=None):
         """First columns of P over S."""
-        self._exp(scores, shift, 0, self._config.head, self._buffer(buffer))
+        self._exp(scores, offset, slice(0, self._config.head), phase, self._buffer(buffer))
 
-    def exp_tail(self, scores, shift, phase, buffer=None):
+    def exp_tail(self, scores, offset, phase, buffer=None):
         """Last columns of P over S."""
         c = self._config
-        self._exp(scores, shift, c.head, c.tile_n, self._buffer(buffer))
+        self._exp(scores, offset, slice(c.head, c.tile_n), phase, self._buffer(buffer))
 
-    def _exp(self, scores, shift, begin, end, buffer):
-        scale, part = self._call.scale_log2, slice(begin, end)
-        x = scores[:, part] * scale - self._finite(shift)[:, None] * scale
-        x = np.where(self._on_fma[part], exp2_on_fma(x), np.exp2(x))
+    def _exp(self, scores, offset, part, phase, buffer):
+        scale, offset, s = self._call.scale_log2, offset[:, None], scores[:, part]
+        on_fma = exp2_on_fma(part_of_range(s, scale, offset), not phase.fixed)
+        x = np.where(self._on_fma[part], on_fma, np.exp2(s * scale + offset))
         scores[:, part] = x
         p = pack_16_bit(round_to_16_bit(x, self._config.bf16), self._config.bf16)
-        for column in range(0, end - begin, CHUNK):
+        for column in range(0, part.stop - part.start, CHUNK):
             words = p[:, column // 2 : (column + CHUNK) // 2]
-            self._port.store(self._columns.p(buffer, begin + column, CHUNK), words)
+            self._port.store(self._columns.p(buffer, part.start + column, CHUNK), words)
         self._port.wait_st()
 
     def add_sum(self, scores, total, factor):
         """The sum, shrunk by the factor, plus that of this block."""
         return total * factor + scores.sum(1)
 
-    def put_inverse(self, tile, shift, total):
+    def put_inverse(self, tile, offset, total):
         """Tell correction 1 / sum, with the sink in it; 0 of a row without keys, or not in use."""
-        _, inverse = self._finish(tile, shift, total)
+        _, inverse = self._finish(tile, offset, total)
         empty = (total == 0) | self._unused(tile)
         self._stats[self._q_tile][1].write(np.where(empty, np.float32(0), inverse))
 
-    def store_lse(self, tile, shift, total):
+    def store_lse(self, tile, offset, total):
         """LSE to global memory; of a row without keys -inf, or its sink."""
         call, place = self._call, self._call.tiles.place(tile)
         query, head, exists = call.places(tile, self._part)
-        lse = np.where(self._unused(tile), -np.inf, self._finish(tile, shift, total)[0])
+        lse = np.where(self._unused(tile), -np.inf, self._finish(tile, offset, total)[0])
         call.lse[place.batch_q, head[exists], place.row_q + query[exists]] = lse[exists]
         if self._config.fixed_shift and not (total <= LARGEST_TOTAL)[exists].all():
             self._tiles.mark(tile)
@@ -415,15 +421,15 @@ class SoftmaxOps:
         call = self._call
         return call.places(tile, self._part)[0] >= call.tiles.lengths(tile)[0]
 
-    def _finish(self, tile, shift, total):
+    def _finish(self, tile, offset, total):
         """(LSE, factor of O) of every row."""
-        call, shift_log2, shrink = self._call, shift * self._call.scale_log2, np.float32(1)
+        call, shift_log2, shrink = self._call, -offset, np.float32(1)
         if call.config.sink:
             sink, head = call.options.sink, call.places(tile, self._part)[1]
             sink_log2 = sink[np.minimum(head, len(sink) - 1)] * np.float32(LOG2E)
             new = np.maximum(shift_log2, sink_log2)
-            shrink = np.exp2(shift_log2 - self._finite(new))
-            total = total * shrink + np.exp2(sink_log2 - self._finite(new))
+            shrink = np.exp2(shift_log2 - new)
+            total = total * shrink + np.exp2(sink_log2 - new)
             shift_log2 = new
         lse = (shift_log2 + np.log2(total)) * np.float32(LN2)
         return np.where(total == 0, -np.inf, lse), shrink / total

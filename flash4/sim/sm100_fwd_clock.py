@@ -36,12 +36,14 @@ class Shape:
         roles: class of the role functions.
         emulated: of a block's exponentials, those that the FMA units compute.
         degree: of their polynomial.
+        clamped: by a maximum of its own; else multiply-adds of one number each that saturate take the place of one of two.
     """
 
     config: ForwardConfig
     roles: type
     emulated: int
     degree: int
+    clamped: bool = False
 
 
 def shape_of(config: ForwardConfig, roles: type | None = None) -> Shape:
@@ -151,18 +153,16 @@ class SoftmaxOps:
         self._mask = work(chip, "mask", alu=2 * n, stall=stall)
         self._max = work(chip, "row maximum", alu=n / 2, mufu=1, other=12, stall=4 * stall)
         self._put = work(chip, "factor", other=6, stall=stall)
-        head = {"emulated": emulated, "degree": shape.degree}
-        self._head = self._exponentials("exponentials", c.head, **head)
-        self._fixed_head = self._exponentials("exponentials", c.head, **head, clamps=4)
-        self._tail = self._exponentials("exponentials", n - c.head, 0, 0)
+        self._head = self._exponentials("exponentials", c.head, emulated, shape)
+        self._tail = self._exponentials("exponentials", n - c.head, 0, shape)
         self._sum = work(chip, "row sum", fma=n / 2 + 3, other=2, stall=stall)
         self._finish = work(chip, "finish", mufu=2, other=STORE_LSE, stall=4 * stall)
 
-    def _exponentials(self, label, columns, emulated, degree, clamps=3):
+    def _exponentials(self, label, columns, emulated, shape):
         chip, pairs = self._machine.chip, emulated / 2
         return work(
-            chip, label, fma=columns / 2 + pairs * (3 + degree), alu=clamps * emulated,
-            mufu=columns - emulated, cvt=columns / 2, other=4, tmem=columns / 2,
+            chip, label, fma=columns / 2 + pairs * (3 + shape.degree), alu=(3 if shape.clamped else 1) * emulated,
+            mufu=columns - emulated, cvt=columns / 2, other=4 + (0 if shape.clamped else pairs), tmem=columns / 2,
             stall=chip.dependence + chip.tmem_latency,
         )  # fmt: skip
 
@@ -194,7 +194,7 @@ class SoftmaxOps:
 
     def exp_head(self, scores, shift, phase, buffer=None):
         """First columns of P over S."""
-        self._machine.spend(self._fixed_head if phase.fixed else self._head)
+        self._machine.spend(self._head)
 
     def exp_tail(self, scores, shift, phase, buffer=None):
         """Last columns of P over S."""

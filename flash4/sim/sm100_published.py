@@ -148,7 +148,7 @@ CUBIC = 3
 def published_tflops(call: Call, chip: TensorMemoryChip) -> float:
     """Speed of the published schedule in the model."""
     kernel = published(call.head_dim, call.head_dim_v, call.causal)
-    shape = Shape(kernel.config, PublishedRoles, kernel.emulated, CUBIC)
+    shape = Shape(kernel.config, PublishedRoles, kernel.emulated, CUBIC, clamped=True)
     return tflops(call, shape, costs_of(shape, chip), chip, kernel.persistent)
 
 

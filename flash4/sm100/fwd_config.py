@@ -32,6 +32,7 @@ MAX_HEAD_DIM = 256  # of K and V, too: an MMA has at most 256 columns
 TWO_TILES_D, TWO_TILES_DV = 192, 128  # up to which two Q tiles, and two O, have room
 MAX_STAGES = 6
 STAT_BYTES = 2 * BUFFERS * MMA_ROWS * 4  # per row: the factor of O, and the inverse row sum
+NO_KEY = 3.4028234663852886e38  # minus the shift of a row that has seen no key: the largest float32
 LARGEST_TOTAL = 2.0**64  # row sum up to which P of a fixed shift is trusted, if O is finite too
 MARKS = 127  # marks of tiles to work on again: one per wave, modulo this, and one for all
 MARKS_BYTES = 4 * (MARKS + 1)
@@ -44,7 +45,7 @@ FEATURE_REGISTERS = (
     48,
 )  # windows, mods, sequences and the like keep more beside a row of S
 CROWDED_REGISTERS = (200, 72, 40)  # caps, slopes or mods of sequences
-WINDOW_REGISTERS = (208, 56, 40)  # windows of sequences
+WINDOW_REGISTERS = (208, 56, 40)  # windows of sequences, and sequences with packed heads
 WIDE_REGISTERS = (240, 160, 96)  # of one Q tile: one warpgroup less
 PAIRED_DIM_V = 128  # halves of V are one group of columns under the swizzle
 PAIRED_CAUSAL = (
@@ -327,9 +328,11 @@ class ForwardConfig:
             return WIDE_REGISTERS
         if self.varlen and (self.natural or self.softcap or self.mask_mod):
             return CROWDED_REGISTERS
-        if self.varlen and self.left:
+        if self.varlen and (self.left or self.pack > 1):
             return WINDOW_REGISTERS
-        return FEATURE_REGISTERS if self.featured else REGISTERS
+        # Beyond 128 a causal pair's look at the maximum spills three without.
+        wide = self.causal and self.tile_d > PAIRED_DIM_V and self.poly > 0
+        return FEATURE_REGISTERS if self.featured or wide else REGISTERS
 
     @property
     def graph(self) -> Graph:

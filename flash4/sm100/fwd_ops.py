@@ -17,8 +17,15 @@ from flash4.common.geometry import imax, imin
 from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
 from flash4.common.tma_views import WRAP
-from flash4.sm100.fwd_config import CHUNK, KEY_STEP, LARGEST_TOTAL, MMA_ROWS, ForwardConfig
-from flash4.sm100.fwd_exp import exp2_on_fma
+from flash4.sm100.fwd_config import (
+    CHUNK,
+    KEY_STEP,
+    LARGEST_TOTAL,
+    MMA_ROWS,
+    NO_KEY,
+    ForwardConfig,
+)
+from flash4.sm100.fwd_exp import exp2_on_fma, part_of_range
 
 PIECE = 8  # 16-bit elements that a thread stores to shared memory at a time
 UNROLLED_DIM = 128  # head dim up to which the slices of Q K^T are unrolled
@@ -283,7 +290,8 @@ class KeptPhase:
 class SoftmaxOps:
     """Verbs of the ``softmax`` role, for one thread and its row.
 
-    P = exp2(scale_log2 (S - shift)); the shift, a score in the units of S, is the row's maximum when it last moved.
+    P = exp2(scale_log2 S - shift); the shift, in log2 units, is the row's maximum when it last moved. What roles carry is
+    minus the shift, rounded once: what any block makes of it agrees to the last bit.
     """
 
     config: cutlass.Constexpr
@@ -316,11 +324,11 @@ class SoftmaxOps:
         return self.config.part(self.q_tile, self.rank)
 
     def begin(self, tile):
-        """Shift -inf, sum 0."""
+        """No shift, sum 0."""
         if self.config.alibi:
             place = self.tiles.place(tile)
             self.slope[0] = self.run_time.slopes[place.batch, self._head(place)]
-        return -Float32.inf, Float32(0.0)
+        return Float32(NO_KEY), Float32(0.0)
 
     def _buffer(self, buffer):
         """Which S: the Q tile's, or with one Q tile that of the block."""
@@ -421,20 +429,22 @@ class SoftmaxOps:
         """Set scores before the row's first and past its last visible key to -inf."""
         c, (begin, end) = self.config, self._visible(tile)
         visible, hidden = end - first_key, begin - first_key
-        if c.varlen:  # two registers less
+        if c.varlen or c.softcap:  # two registers less
             for j in range(c.tile_n):
                 seen = visible > j
                 if c.left:
                     seen = seen & (hidden <= j)
                 scores[j] = cutlass.select_(seen, scores[j], -Float32.inf)
             return
-        for chunk in range(0, c.tile_n, CHUNK):  # a bit for each score: predicates come in sevens
-            seen = numerics.low_bits(visible - chunk)
+        visible, hidden = (numerics.place_in_sevens(imax(x, 0)) for x in (visible, hidden))
+        for word in range(-(-c.tile_n // numerics.SEVENS)):  # a bit for each score
+            seen = numerics.low_bits(visible - 32 * word)
             if c.left:
-                seen = seen & ~numerics.low_bits(hidden - chunk)
-            for j in range(CHUNK):
-                kept = (seen & (1 << j)) != 0
-                scores[chunk + j] = cutlass.select_(kept, scores[chunk + j], -Float32.inf)
+                seen = seen & ~numerics.low_bits(hidden - 32 * word)
+            first = numerics.SEVENS * word
+            for j in range(first, min(first + numerics.SEVENS, c.tile_n)):
+                kept = (seen & (1 << numerics.place_in_sevens(j - first))) != 0
+                scores[j] = cutlass.select_(kept, scores[j], -Float32.inf)
 
     @cute.jit
     def _mask_tail(self, tile, first_key, scores: cute.Tensor):
@@ -442,18 +452,20 @@ class SoftmaxOps:
         if first_key + self.config.tile_n > self._visible(tile)[1]:
             self._mask(tile, first_key, scores)
 
-    def move_shift(self, scores, shift, phase):
-        """(new shift, factor of O and of the sum); the shift moves only once the maximum outgrew it by 2^8."""
+    def move_shift(self, scores, offset, phase):
+        """(new offset, factor of O and of the sum); the shift moves only once the maximum outgrew it by 2^8.
+
+        In a row without a key so far minus the maximum is infinite, and the offset stays ``NO_KEY``.
+        """
         if phase.fixed:
-            return shift, Float32(1.0)
-        row_max = numerics.max_float([scores[j] for j in range(self.config.tile_n)])
-        new = cute.arch.fmax(shift, row_max)
-        # A row without a key yet: -inf - -inf would be NaN; its factor is exp2(-inf - 0) = 0.
-        growth_log2 = (shift - finite(new)) * self.scale_log2
+            return offset, Float32(1.0)
+        row_max = numerics.max3_of([scores[j] for j in range(self.config.tile_n)])
+        new = -row_max * self.scale_log2
+        growth_log2 = new - offset
         keep = growth_log2 >= -RESCALE_THRESHOLD_LOG2
         factor = cute.math.exp2(growth_log2, fastmath=True)
         return (
-            cutlass.select_(keep, shift, new),
+            cutlass.select_(keep, offset, new),
             cutlass.select_(keep, Float32(1.0), factor),
         )
 
@@ -461,23 +473,23 @@ class SoftmaxOps:
         """Tell correction."""
         self.sStat[self.thread, 0, self._buffer(buffer)] = factor
 
-    def exp_head(self, scores, shift, phase, buffer=None):
+    def exp_head(self, scores, offset, phase, buffer=None):
         """First columns of P over S; the exponentials replace the scores in registers."""
-        self._exp(scores, shift, range(0, self.config.head, 2), phase, buffer)
+        self._exp(scores, offset, range(0, self.config.head, 2), phase, buffer)
 
-    def exp_tail(self, scores, shift, phase, buffer=None):
+    def exp_tail(self, scores, offset, phase, buffer=None):
         """Last columns of P, all by the special function unit: the tensor core waits for them."""
-        self._exp(scores, shift, range(self.config.head, self.config.tile_n, 2), phase, buffer)
+        self._exp(scores, offset, range(self.config.head, self.config.tile_n, 2), phase, buffer)
 
-    def _exp(self, scores, shift, columns, phase, buffer):
-        c, s = self.config, self._s(buffer)
-        scale, offset = self.scale_log2, -finite(shift) * self.scale_log2
+    def _exp(self, scores, offset, columns, phase, buffer):
+        c, s, scale = self.config, self._s(buffer), self.scale_log2
+        part_scale, part_offset = part_of_range(scale, offset)
         for j in columns:
             pair = (scores[j], scores[j + 1])
-            pair = cute.arch.fma_packed_f32x2(pair, (scale, scale), (offset, offset))
             if j % 16 >= 16 - c.poly and j < c.head:
-                pair = exp2_on_fma(*pair, bounded=not phase.fixed)
+                pair = exp2_on_fma(*pair, part_scale, part_offset, bounded=not phase.fixed)
             else:
+                pair = cute.arch.fma_packed_f32x2(pair, (scale, scale), (offset, offset))
                 pair = tuple(cute.math.exp2(x, fastmath=True) for x in pair)
             scores[j], scores[j + 1] = pair
             if j % CHUNK == CHUNK - 2:
@@ -495,12 +507,10 @@ class SoftmaxOps:
 
     def add_sum(self, scores, total, factor):
         """The sum, shrunk by the factor, plus that of this block's exponentials, in four chains of pairs."""
-        zero = (Float32(0.0), Float32(0.0))
-        chains = [zero] * 4
-        for j in range(0, self.config.tile_n, 2):
-            chains[j // 2 % 4] = cute.arch.add_packed_f32x2(
-                chains[j // 2 % 4], (scores[j], scores[j + 1])
-            )
+        pairs = [(scores[j], scores[j + 1]) for j in range(0, self.config.tile_n, 2)]
+        chains = pairs[:4]
+        for i, pair in enumerate(pairs[4:]):
+            chains[i % 4] = cute.arch.add_packed_f32x2(chains[i % 4], pair)
         a = cute.arch.add_packed_f32x2(chains[0], chains[1])
         b = cute.arch.add_packed_f32x2(chains[2], chains[3])
         a = cute.arch.add_packed_f32x2(a, b)
@@ -520,38 +530,37 @@ class SoftmaxOps:
         query = self._query(tile)
         return self.tiles.place(tile), query, query >= self.tiles.lengths(tile)[0]
 
-    def put_inverse(self, tile, shift, total):
+    def put_inverse(self, tile, offset, total):
         """Tell correction 1 / sum, with the sink in it; 0 of a row without keys, or not in use."""
         c = self.config
         inverse, empty = cute.arch.rcp_approx(total), total == 0.0
         if c.sink or c.varlen:
             place, _, unused = self._ended(tile)
             if c.sink:
-                inverse = self._with_sink(place, shift, total)[1]
+                inverse = self._with_sink(place, offset, total)[1]
             empty = empty | unused
         self.sStat[self.thread, 1, self.q_tile] = cutlass.select_(empty, Float32(0.0), inverse)
 
-    def _with_sink(self, place, shift, total):
+    def _with_sink(self, place, offset, total):
         """(LSE, factor of O) of a row whose denominator has exp(sink) too, however far that is from its maximum."""
-        shift_log2 = shift * self.scale_log2
         sink_log2 = self.run_time.sink[self._head(place)] * LOG2E
-        new = cute.arch.fmax(shift_log2, sink_log2)
-        shrink = cute.math.exp2(shift_log2 - finite(new), fastmath=True)
-        total = total * shrink + cute.math.exp2(sink_log2 - finite(new), fastmath=True)
+        new = cute.arch.fmax(-offset, sink_log2)
+        shrink = cute.math.exp2(-offset - new, fastmath=True)
+        total = total * shrink + cute.math.exp2(sink_log2 - new, fastmath=True)
         lse = (new + cute.math.log2(total, fastmath=True)) * LN2
         return lse, shrink * cute.arch.rcp_approx(total)
 
     @cute.jit
-    def store_lse(self, tile, shift, total):
-        """LSE = ln 2 (scale_log2 shift + log2 sum) to global memory; of a row without keys -inf, or its sink."""
+    def store_lse(self, tile, offset, total):
+        """LSE = ln 2 (shift + log2 sum) to global memory; of a row without keys -inf, or its sink."""
         c, mLSE = self.config, self.run_time.lse
         place, query, unused = self._ended(tile)
         heads_per_kv = numerics.opaque(mLSE.shape[1]) // self.tiles.grid.heads_kv
         head_in_kv = place.group * c.pack + self.thread % c.pack
-        lse = (shift * self.scale_log2 + cute.math.log2(total, fastmath=True)) * LN2
+        lse = (cute.math.log2(total, fastmath=True) - offset) * LN2
         lse = cutlass.select_(total == 0.0, -Float32.inf, lse)
         if cutlass.const_expr(c.sink):
-            lse = self._with_sink(place, shift, total)[0]
+            lse = self._with_sink(place, offset, total)[0]
         if cutlass.const_expr(c.varlen):
             lse = cutlass.select_(unused, -Float32.inf, lse)
         exists = (query < place.stored_q) & (head_in_kv < heads_per_kv)
@@ -562,11 +571,6 @@ class SoftmaxOps:
             trusted = total <= LARGEST_TOTAL
             if exists & (not trusted):
                 self.tiles.mark(tile)
-
-
-def finite(shift):
-    """The shift, or 0 for -inf."""
-    return cutlass.select_(shift == -Float32.inf, Float32(0.0), shift)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import pytest
 from cutlass import Float32
 from cutlass.memory import SmemAllocator
 
+from flash4.common.numerics import SEVENS, place_in_sevens
 from flash4.sm100 import fwd_ops
 from flash4.sm100.fwd import ForwardSm100
 from flash4.sm100.fwd_config import CHUNK, COLUMN_STEP, KEY_STEP, MMA_ROWS, ForwardConfig
@@ -261,3 +262,14 @@ def test_descriptors_are_those_of_the_isa():
     """Fields at their places: address, leading, stride, version 1, swizzle of 128 bytes."""
     number = Descriptor(0x12340, 16_384, 1024).number
     assert number == 0x1234 | 1024 << 16 | 64 << 32 | 1 << 46 | 2 << 61
+
+
+def test_bits_of_a_mask_are_those_of_the_columns_that_a_row_sees():
+    """Seven to a byte: bits below the place of the first hidden column are those of the columns before it."""
+    for visible in range(300):
+        end = place_in_sevens(visible)
+        for column in range(128):
+            word, bit = divmod(column, SEVENS)
+            bits = (1 << min(max(end - 32 * word, 0), 32)) - 1  # as numerics.low_bits
+            assert place_in_sevens(bit) % 8 < 7 and place_in_sevens(bit) < 32
+            assert bits >> place_in_sevens(bit) & 1 == (column < visible)

@@ -50,8 +50,8 @@ def test_the_kernel_itself_is_not_reported(jury):
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_is_listed_as_harmless_is_not_reported(name, jury):
-    """A reason that holds no longer must not stay on the list."""
-    assert jury.verdict(MUTANTS[name]) is None
+    """A reason that holds no longer must not stay on the list. In one order; the command tries all."""
+    assert jury.verdict(MUTANTS[name], seeds=1) is None
 
 
 @pytest.mark.parametrize("mutant", SYNCHRONISING, ids=lambda m: f"{m.line} {m.name}")
