@@ -7,6 +7,7 @@ from flash4.common.kv_tiles import KvGrid, kv_grid_of, slots_of
 from flash4.common.tiles import Grid, TileSchedule, grid_of, multiprocessors_for, workers_of
 from flash4.passes.bwd_config import FINISH, PREPARE, passes_of
 from flash4.problem import AttentionProblem
+from flash4.sm80 import fwd_config as sm80_fwd
 from flash4.sm90 import bwd_config as sm90_bwd
 from flash4.sm90 import bwd_wide_config as sm90_bwd_wide
 from flash4.sm90 import fwd_config as sm90_fwd
@@ -19,12 +20,23 @@ FORWARD_KERNELS = (
     ("sm100-fwd", "flash4.sm100.fwd:ForwardSm100", "sm_100a", sm100_fwd),
     ("sm100-fwd", "flash4.sm100.fwd:ForwardSm100", "sm_103a", sm100_fwd.SM103),
     ("sm100-fwd", "flash4.sm100.fwd:ForwardSm100", "sm_110a", sm100_fwd),
+    ("sm80-fwd", "flash4.sm80.fwd:ForwardSm80", "sm_80", sm80_fwd.A100),
+    ("sm80-fwd", "flash4.sm80.fwd:ForwardSm80", "sm_86", sm80_fwd.SMALL),
+    ("sm80-fwd", "flash4.sm80.fwd:ForwardSm80", "sm_87", sm80_fwd.A100),
+    ("sm80-fwd", "flash4.sm80.fwd:ForwardSm80", "sm_89", sm80_fwd.SMALL),
+    ("sm80-fwd", "flash4.sm80.fwd:ForwardSm80", "sm_90", sm80_fwd.HOPPER),
+    ("sm80-fwd", "flash4.sm80.fwd:ForwardSm80", "sm_120", sm80_fwd.CONSUMER_BLACKWELL),
+    ("sm80-fwd", "flash4.sm80.fwd:ForwardSm80", "sm_121", sm80_fwd.CONSUMER_BLACKWELL),
 )
 BACKWARD_KERNELS = (
     ("sm90-bwd", "flash4.sm90.bwd:BackwardSm90", "sm_90a", sm90_bwd),
     ("sm90-bwd-wide", "flash4.sm90.bwd_wide:WideBackwardSm90", "sm_90a", sm90_bwd_wide),
 )
-ARCHITECTURES = {(9, 0): "sm_90a"}  # compute capability -> compile target
+# Compute capability -> compile target. sm_90 is for tests: it gets Ampere kernels, which serve what has none of its own.
+ARCHITECTURES = {
+    (9, 0): "sm_90a",
+    **{(a, b): f"sm_{a}{b}" for a, b in ((8, 0), (8, 6), (8, 7), (8, 9), (12, 0), (12, 1))},
+}
 # Kernels compile and are simulated, but nobody has run one.
 NEVER_RUN = {(10, 0): "Blackwell", (10, 3): "Blackwell Ultra", (11, 0): "Blackwell (Thor)"}
 
@@ -194,7 +206,19 @@ def architecture(capability: tuple[int, int]) -> str:
     problem = f"flash4 has no kernel for compute capability {number}"
     if capability in NEVER_RUN:
         problem = f"flash4's kernels for {NEVER_RUN[capability]} ({number}) have never run on a GPU: they are not launched, but by `python -m flash4 selftest`"
-    raise NotImplementedError(f"{problem}; supported is 9.0 (Hopper: H100, H200, GH200)")
+    raise NotImplementedError(
+        f"{problem}; supported are 9.0 (Hopper: H100, H200, GH200), 8.0 to 8.9 (Ampere, Ada), 12.0 and 12.1"
+    )
+
+
+def serve(capability: tuple[int, int], arch: str):
+    """Let this process run kernels of another target on GPUs of a compute capability; for tests and benchmarks.
+
+    Args:
+        capability: such as (9, 0), for which nothing may have been launched yet.
+        arch: such as "sm_90", which is Ampere's kernels on Hopper.
+    """
+    ARCHITECTURES[capability] = arch
 
 
 def allow_untried(capability: tuple[int, int]):
