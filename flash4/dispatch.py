@@ -7,11 +7,28 @@ from flash4.common.kv_tiles import KvGrid, kv_grid_of, slots_of
 from flash4.common.tiles import Grid, TileSchedule, grid_of, multiprocessors_for, workers_of
 from flash4.passes.bwd_config import FINISH, PREPARE, passes_of
 from flash4.problem import AttentionProblem
+from flash4.sm80 import bwd_config as sm80_bwd
 from flash4.sm80 import fwd_config as sm80_fwd
 from flash4.sm90 import bwd_config as sm90_bwd
 from flash4.sm90 import bwd_wide_config as sm90_bwd_wide
 from flash4.sm90 import fwd_config as sm90_fwd
 from flash4.sm100 import fwd_config as sm100_fwd
+
+
+
+def _ampere_rows(name: str, kernel: str, module) -> tuple:
+    """Rows of an Ampere kernel for each target, with what a card of that kind holds."""
+    cards = {
+        "sm_80": module.A100,
+        "sm_86": module.SMALL,
+        "sm_87": module.A100,
+        "sm_89": module.SMALL,
+        "sm_90": module.HOPPER,
+        "sm_120": module.CONSUMER_BLACKWELL,
+        "sm_121": module.CONSUMER_BLACKWELL,
+    }
+    return tuple((name, kernel, target, card) for target, card in cards.items())
+
 
 # Every kernel: name, "module:class", architecture, module with can_implement(problem) and choose_config(problem). One that is
 # compiled for several architectures has a row for each.
@@ -20,17 +37,12 @@ FORWARD_KERNELS = (
     ("sm100-fwd", "flash4.sm100.fwd:ForwardSm100", "sm_100a", sm100_fwd),
     ("sm100-fwd", "flash4.sm100.fwd:ForwardSm100", "sm_103a", sm100_fwd.SM103),
     ("sm100-fwd", "flash4.sm100.fwd:ForwardSm100", "sm_110a", sm100_fwd),
-    ("sm80-fwd", "flash4.sm80.fwd:ForwardSm80", "sm_80", sm80_fwd.A100),
-    ("sm80-fwd", "flash4.sm80.fwd:ForwardSm80", "sm_86", sm80_fwd.SMALL),
-    ("sm80-fwd", "flash4.sm80.fwd:ForwardSm80", "sm_87", sm80_fwd.A100),
-    ("sm80-fwd", "flash4.sm80.fwd:ForwardSm80", "sm_89", sm80_fwd.SMALL),
-    ("sm80-fwd", "flash4.sm80.fwd:ForwardSm80", "sm_90", sm80_fwd.HOPPER),
-    ("sm80-fwd", "flash4.sm80.fwd:ForwardSm80", "sm_120", sm80_fwd.CONSUMER_BLACKWELL),
-    ("sm80-fwd", "flash4.sm80.fwd:ForwardSm80", "sm_121", sm80_fwd.CONSUMER_BLACKWELL),
+    *_ampere_rows("sm80-fwd", "flash4.sm80.fwd:ForwardSm80", sm80_fwd),
 )
 BACKWARD_KERNELS = (
     ("sm90-bwd", "flash4.sm90.bwd:BackwardSm90", "sm_90a", sm90_bwd),
     ("sm90-bwd-wide", "flash4.sm90.bwd_wide:WideBackwardSm90", "sm_90a", sm90_bwd_wide),
+    *_ampere_rows("sm80-bwd", "flash4.sm80.bwd:BackwardSm80", sm80_bwd),
 )
 # Compute capability -> compile target. sm_90 is for tests: it gets Ampere kernels, which serve what has none of its own.
 ARCHITECTURES = {

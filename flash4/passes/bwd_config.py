@@ -40,7 +40,12 @@ class PrepareConfig:
 
 @dataclass(frozen=True)
 class FinishConfig:
-    """Facts of the kernel that makes dQ of its sums; fields as in ``sm90.bwd_config.BackwardConfig``."""
+    """Facts of the kernel that makes dQ of its sums; fields as in ``sm90.bwd_config.BackwardConfig``.
+
+    Attributes:
+        warps: that multiplied a block, each 16 by 8 numbers at a time (``fragments.warp_dq_place``); 0 where warpgroups did.
+        query_warps: of these, those that share its queries.
+    """
 
     bf16: bool
     tile_m: int
@@ -49,6 +54,8 @@ class FinishConfig:
     chained: bool = False
     cu_q: bool = False
     used_q: bool = False
+    warps: int = 0
+    query_warps: int = 0
 
     @property
     def splits_queries(self) -> bool:
@@ -65,6 +72,7 @@ def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig | None]:
     )  # fmt: skip
     if config.converts:
         return prepare, None
+    order = () if not hasattr(config, "query_warps") else (config.warps, config.query_warps)
     return prepare, FinishConfig(
-        config.bf16, config.tile_m, config.tile_d, config.swap_dq, config.chained, *lengths
+        config.bf16, config.tile_m, config.tile_d, config.swap_dq, config.chained, *lengths, *order
     )

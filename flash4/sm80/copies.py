@@ -8,6 +8,7 @@ from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import warp
 
 from flash4.common.dsl import inline_ptx
+from flash4.sm80.products import element
 from flash4.sm80.shared_rows import CHUNK, CHUNK_BYTES, SharedRows
 
 
@@ -104,3 +105,37 @@ class RowCopy:
         """As ``copy_row``, for those threads that have this row."""
         if row < self.rows.rows:
             self.copy_row(base, step, address, exists)
+
+
+def stage_rows(config, acc, base, rows: SharedRows, first_row, lane, first_group=0):
+    """Round an accumulator to 16 bit and put it into shared memory, from a row and a group of 8 columns on."""
+    _, groups, atoms = acc.shape
+    rounded = cute.make_rmem_tensor(acc.layout, element(config))
+    rounded.store(acc.load().to(element(config)))
+    put_rows(rounded, base, rows, first_row, lane, first_group)
+
+
+def put_rows(rounded, base, rows: SharedRows, first_row, lane, first_group=0):
+    """As ``stage_rows``, of numbers of 16 bit."""
+    _, groups, atoms = rounded.shape
+    words = cute.recast_tensor(rounded, Int32)  # (2 rows, groups, atoms)
+    for m in range(atoms):
+        for group in range(groups):
+            column_group = first_group + group
+            band, chunk = column_group // rows.chunks, column_group % rows.chunks
+            for h in range(2):
+                row = first_row + (m * 16 + h * 8) + lane // 4
+                at = base + rows.at(row, chunk) + band * rows.band_bytes + lane % 4 * 4
+                target = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=4)
+                cute.make_tensor(target, cute.make_layout(1))[0] = words[h, group, m]
+
+
+def store_chunk(dtype, shared, target):
+    """Copy 16 bytes from an address in shared memory to a pointer in global memory."""
+    source = cute.make_ptr(dtype, shared, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES)
+    target = cute.make_ptr(dtype, target.toint(), cute.AddressSpace.gmem, assumed_align=CHUNK_BYTES)
+    layout = cute.make_layout(CHUNK)
+    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=128)
+    chunk = cute.make_rmem_tensor(CHUNK, dtype)
+    cute.copy(atom, cute.make_tensor(source, layout), chunk)
+    cute.copy(atom, chunk, cute.make_tensor(target, layout))

@@ -8,29 +8,17 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64
-from cutlass.cute.nvgpu import warp
+from cutlass import Boolean, Float32, Int32, Int64
 
 from flash4.common import mods, numerics
 from flash4.common.geometry import imax, imin
 from flash4.common.graph import WARP
 from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E
-from flash4.sm80.copies import RowCopy, ldmatrix
+from flash4.sm80.copies import RowCopy, ldmatrix, stage_rows, store_chunk
 from flash4.sm80.fwd_config import ATOM_ROWS, ELEMENT_BYTES, GROWTH_LOG2, KEY_STEP, ForwardConfig
+from flash4.sm80.products import element, multiply, rows_of
 from flash4.sm80.shared_rows import CHUNK, CHUNK_BYTES
-
-
-def element(config):
-    """16-bit element type of a config."""
-    return BFloat16 if config.bf16 else Float16
-
-
-def rows_of(acc):
-    """View an accumulator (4, N / 8, atoms) as (2 atoms rows, N / 4 columns) of this thread."""
-    _, groups, atoms = acc.shape
-    layout = cute.make_layout(((2, atoms), (2, groups)), stride=((2, 4 * groups), (1, 4)))
-    return cute.make_tensor(acc.iterator, layout)
 
 
 def row_values(S, r):
@@ -259,20 +247,8 @@ class ForwardOps:
             at = rows.pair(k_at, k % rows.steps) + k // rows.steps * rows.band_bytes
             for n in range(0, c.tile_n // 8, 2):
                 tSrK = ldmatrix(element(c), at + n * 8 * rows.row_bytes, False)
-                self._multiply(S, tSrQ, tSrK, n)
+                multiply(c, S, tSrQ, tSrK, n)
         return S
-
-    def _multiply(self, acc, a, b, group):
-        """Add the products of each atom of ``a`` and 16 columns of ``b`` to groups ``group`` and the next of ``acc``."""
-        op = warp.MmaF16BF16Op(element(self.config), Float32, (16, 8, 16))
-        atom = cute.make_mma_atom(op)
-        for half in range(2):
-            b_half = cute.make_tensor(b.iterator + 4 * half, cute.make_layout(((2, 2),)))
-            for m in range(self.config.atoms):
-                offset = (group + half) * 4 + m * 4 * acc.shape[1]
-                part = cute.make_tensor(acc.iterator + offset, cute.make_layout(((2, 2),)))
-                a_part = cute.make_tensor(a[m].iterator, cute.make_layout(((2, 2, 2),)))
-                cute.mma_atom_call(atom, part, a_part, b_half, part)
 
     def softmax_pv(self, i, s, phase):
         """P = exp2(scale_log2 S - shift), l += rowsum P, O += P V, 16 keys at a time.
@@ -295,7 +271,7 @@ class ForwardOps:
             for group in range(c.tile_dv // 16):
                 at = rows_v.pair(v_at, group % rows_v.steps) + group // rows_v.steps * rows_v.band_bytes
                 tOrV = ldmatrix(element(c), at + step * KEY_STEP * rows_v.row_bytes, True)
-                self._multiply(self.tOrO, tOrP, tOrV, 2 * group)
+                multiply(c, self.tOrO, tOrP, tOrV, 2 * group)
             if step + 1 < steps:  # or ptxas would compute all exponentials before the first product
                 numerics.settle(numerics.sum_of(sums))
                 tOrP = following
@@ -453,7 +429,7 @@ class ForwardOps:
         first_row = self.warp * c.warp_rows
         if cutlass.const_expr(c.rows_o.nbytes != c.rows_q.nbytes):
             cute.arch.sync_threads()  # another warp's rows of Q may lie there
-        self._stage_o(rows, first_row)
+        stage_rows(c, self.tOrO, self.sQ, rows, first_row, self.lane)
         cute.arch.sync_warp()
         lanes_per_row = rows.chunks
         for step in cutlass.range_constexpr(c.warp_rows * lanes_per_row // 32):
@@ -465,24 +441,7 @@ class ForwardOps:
                 if exists & (column < mO.shape[3]):
                     at = self.sQ + rows.at(row, chunk) + band * rows.band_bytes
                     target = mO[place.batch_q, place.row_q + query, head, None]
-                    copy_chunk(element(c), at, target.iterator + column)
-
-    def _stage_o(self, rows, first_row):
-        c = self.config
-        for m in range(c.atoms):
-            for group in range(c.tile_dv // 8):
-                band, chunk = group // rows.chunks, group % rows.chunks
-                for h in range(2):
-                    row = first_row + m * ATOM_ROWS + h * 8 + self.lane // 4
-                    at = rows.at(row, chunk) + band * rows.band_bytes + self.lane % 4 * 4
-                    pair = cute.make_rmem_tensor(2, Float32)
-                    for e in range(2):
-                        pair[e] = self.tOrO[2 * h + e, group, m]
-                    rounded = cute.make_rmem_tensor(2, element(c))
-                    rounded.store(pair.load().to(element(c)))
-                    word = cute.recast_tensor(rounded, Int32)
-                    shared = cute.make_ptr(Int32, self.sQ + at, cute.AddressSpace.smem, assumed_align=4)
-                    cute.make_tensor(shared, cute.make_layout(1))[0] = word[0]
+                    store_chunk(element(c), at, target.iterator + column)
 
 
 def with_sink(shift_log2, total, sink):
@@ -494,14 +453,3 @@ def with_sink(shift_log2, total, sink):
     total = total * shrink + cute.math.exp2(sink_log2 - finite, fastmath=True)
     lse = (new + cute.math.log2(total, fastmath=True)) * LN2
     return lse, shrink * cute.arch.rcp_approx(total)
-
-
-def copy_chunk(dtype, shared, target):
-    """Copy 16 bytes from an address in shared memory to a pointer in global memory."""
-    source = cute.make_ptr(dtype, shared, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES)
-    target = cute.make_ptr(dtype, target.toint(), cute.AddressSpace.gmem, assumed_align=CHUNK_BYTES)
-    layout = cute.make_layout(CHUNK)
-    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=128)
-    chunk = cute.make_rmem_tensor(CHUNK, dtype)
-    cute.copy(atom, cute.make_tensor(source, layout), chunk)
-    cute.copy(atom, chunk, cute.make_tensor(target, layout))
