@@ -256,7 +256,7 @@ def test_the_number_of_shapes_is_not_the_number_of_kernels():
     assert len({(plan.kernel, plan.config, plan.arch) for plan in plans}) == 1
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", ""])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_100", "sm_130", ""])
 def test_other_architectures_are_refused_with_the_reason_of_each_kernel(arch):
     with pytest.raises(NotImplementedError) as caught:
         plan_forward(PROBLEM, arch, WORKERS)
@@ -265,10 +265,10 @@ def test_other_architectures_are_refused_with_the_reason_of_each_kernel(arch):
         assert target in reason and reason.endswith(f", not {arch}")
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (12, 0)])
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (13, 0)])
 def test_capabilities_without_a_kernel(capability):
     with pytest.raises(
-        NotImplementedError, match=r"\d+\.\d+; supported is 9\.0 \(Hopper"
+        NotImplementedError, match=r"\d+\.\d+; supported are 9\.0 \(Hopper"
     ) as caught:
         architecture(capability)
     assert f"compute capability {capability[0]}.{capability[1]};" in str(caught.value)
@@ -426,8 +426,33 @@ def test_explain_prints_the_facts(device):
     ):
         assert fact in text
     assert "causal" not in str(flash4.explain(q, k, v)).splitlines()[0]
-    with pytest.raises(NotImplementedError, match="sm90-fwd: runs on sm_90a, not sm_80"):
-        flash4.explain(q, k, v, arch="sm_80")
+    with pytest.raises(NotImplementedError, match="sm90-fwd: runs on sm_90a, not sm_75"):
+        flash4.explain(q, k, v, arch="sm_75")
+
+
+AMPERE = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_87", (8, 9): "sm_89"}
+AMPERE |= {(12, 0): "sm_120", (12, 1): "sm_121"}
+
+
+@pytest.mark.parametrize("capability", AMPERE)
+def test_what_has_no_kernel_of_its_own_gets_amperes(capability):
+    arch = architecture(capability)
+    assert arch == AMPERE[capability]
+    q = torch.empty(2, 300, 4, 64, dtype=BF16, device="meta")
+    for backward, name in ((False, "sm80-fwd"), (True, "sm80-bwd")):
+        plan = flash4.explain(q, q, q, arch=arch, backward=backward)
+        assert plan.name == name and plan.arch == arch
+        text = str(plan)
+        assert "Ampere instructions serve it" in text and "shared memory" in text
+        # A newer card is told that it has none of its own.
+        assert ("of its own are not built for this card" in text) == (capability[0] > 8)
+
+
+def test_hopper_gets_amperes_kernels_if_asked(monkeypatch):
+    monkeypatch.setattr(dispatch, "ARCHITECTURES", dict(dispatch.ARCHITECTURES))
+    assert architecture((9, 0)) == "sm_90a"
+    dispatch.serve((9, 0), "sm_90")
+    assert plan_forward(PROBLEM, architecture((9, 0)), WORKERS).name == "sm80-fwd"
 
 
 @pytest.mark.parametrize("layouts", [*itertools.product(strategies.LAYOUTS, repeat=2)])
