@@ -15,7 +15,6 @@ from flash4.sm90 import fwd_config as sm90_fwd
 from flash4.sm100 import fwd_config as sm100_fwd
 
 
-
 def _ampere_rows(name: str, kernel: str, module) -> tuple:
     """Rows of an Ampere kernel for each target, with what a card of that kind holds."""
     cards = {

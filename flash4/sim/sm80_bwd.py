@@ -251,7 +251,9 @@ class WarpOps:
         for name, target in (("dk", call.dk), ("dv", call.dv)):
             rows = np.concatenate(
                 [
-                    np.concatenate([part.read() for part in self._memory[name][w :: c.key_warps]], 1)
+                    np.concatenate(
+                        [part.read() for part in self._memory[name][w :: c.key_warps]], 1
+                    )
                     for w in range(c.key_warps)
                 ]
             )
@@ -336,9 +338,7 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
         if machine is None or not config.turns:
             machine, turns = Machine(seed + number, variation.strict), {}
             memory = Space(machine, proxies=False)
-        call = Call(
-            config, q, k, v, dout, *statistics, dk, dv, sums, options, tiles, turns, memory
-        )
+        call = Call(config, q, k, v, dout, *statistics, dk, dv, sums, options, tiles, turns, memory)
         _fill_cta(machine, call, variation, f"cta{number}." if config.turns else "")
         if number == len(ctas) - 1 or not config.turns:
             yield machine, call

@@ -130,7 +130,9 @@ class WarpOps:
         if i == 0:
             count = min(max(call.tiles.lengths(tile)[1] - first, 0), c.tile_n)
         for name, x, width in (("k", call.k, c.tile_d), ("v", call.v, c.tile_dv)):
-            rows = x[place.batch_k, place.row_k + first : place.row_k + first + count, place.head_kv]
+            rows = x[
+                place.batch_k, place.row_k + first : place.row_k + first + count, place.head_kv
+            ]
             block = np.zeros((c.tile_n, width), np.float32)
             block[:count, : rows.shape[1]] = rows
             self._copy(self._memory[name][i % c.stages], block)

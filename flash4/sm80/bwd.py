@@ -128,9 +128,7 @@ class BackwardSm80:
         )
 
     @cute.kernel
-    def kernel(
-        self, tensors: tuple, run_time: RunTime, sides: tuple, grid: KvGrid, order: tuple
-    ):
+    def kernel(self, tensors: tuple, run_time: RunTime, sides: tuple, grid: KvGrid, order: tuple):
         """One tile."""
         c, (q, k, v, do, dk, dv) = self.config, tensors
         thread, _, _ = cute.arch.thread_idx()
@@ -159,9 +157,7 @@ class BackwardSm80:
             dk_out=dk,
             dv_out=dv,
             shared=Shared(
-                **{
-                    name: at.get(name) for name in ("q", "k", "v", "do", "ds", "p", "lse", "delta")
-                }
+                **{name: at.get(name) for name in ("q", "k", "v", "do", "ds", "p", "lse", "delta")}
             ),
             dk_acc=cute.make_rmem_tensor((4, c.tile_d // 8 // c.splits, 1), Float32),
             dv_acc=cute.make_rmem_tensor((4, c.tile_dv // 8 // c.splits, 1), Float32),

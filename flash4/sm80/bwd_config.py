@@ -8,7 +8,6 @@ from flash4.sm80.fwd_config import (
     ATOM_ROWS,
     CTA_RESERVED,
     DIM_STEP,
-    ELEMENT_BYTES,
     MAX_HEAD_DIM,
     MAX_REGISTERS,
     SMEM_ALIGN,
@@ -266,7 +265,7 @@ class BackwardCard:
         bf16 = problem.dtype == torch.bfloat16
         configs = (
             BackwardConfig(bf16, *dims, causal=problem.causal, **tile, **features)
-            for tile in tiles_for(*dims)
+            for tile in tiles_for(*dims, problem.causal)
         )
         config = next(config for config in configs if self.holds(config))
         whose = f"{self.newer} of its own are not built for this card: " if self.newer else ""
@@ -283,12 +282,16 @@ CONSUMER_BLACKWELL = BackwardCard(99 << 10, 100 << 10, "kernels")  # 12.0, 12.1
 HOPPER = BackwardCard(227 << 10, 228 << 10)  # which has its own, but may try this one
 
 
-def tiles_for(tile_d: int, tile_dv: int) -> list[dict]:
-    """Fields that shape a tile, the fastest first; what a card cannot hold is passed over."""
-    if max(tile_d, tile_dv) <= 128:
-        tiles = [(64, 8, 8, 2), (32, 8, 8, 2), (32, 4, 4, 2), (32, 4, 4, 1)]
-    else:
-        tiles = [(64, 8, 4, 2), (32, 8, 4, 2), (64, 8, 4, 1), (32, 4, 2, 2), (32, 4, 2, 1)]
-    names = ("tile_m", "warps", "key_warps", "stages")
+def tiles_for(tile_d: int, tile_dv: int, causal: bool) -> list[dict]:
+    """Fields that shape a tile, the fastest first; what a card cannot hold is passed over. Measured: bench/NOTES.md."""
+    wide = max(tile_d, tile_dv)
+    if wide <= 64:
+        tiles = [(64, 4, 4, 2, 3), (64, 4, 4, 2, 2), (64, 4, 4, 2, 1)]
+    elif wide <= 128:
+        tiles = [(64, 4, 4, 2, 2), (64, 8, 8, 2, 1), (32, 4, 4, 2, 1)]
+    else:  # a step's copies ahead pay only where a mask makes steps of different lengths
+        tiles = [(64, 8, 4, 2, 1), (64, 8, 4, 1, 1)][:: 1 if causal else -1]
+        tiles += [(32, 8, 4, 2, 1), (32, 4, 2, 2, 1), (32, 4, 2, 1, 1)]
+    names = ("tile_m", "warps", "key_warps", "stages", "ctas_per_sm")
     found = [dict(zip(names, tile, strict=True)) for tile in tiles]
     return [tile for tile in found if query_warps(tile["tile_m"], tile_d, tile["warps"])]

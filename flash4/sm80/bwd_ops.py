@@ -209,11 +209,8 @@ class BackwardOps:
         at_b = base_b + rows_b.of_lane(lane, by_columns=True) + i % c.stages * rows_b.nbytes
         at_b = at_b + self.part * (columns * rows_b.row_bytes)
         for step in range(rows_a.columns // 16):
-            band, pair = step // rows_a.steps, step % rows_a.steps
-            a_atom = ldmatrix(
-                element(c), rows_a.pair(at_a, pair) + band * rows_a.band_bytes, False
-            )
-            at = rows_b.pair(at_b, pair) + band * rows_b.band_bytes
+            a_atom = ldmatrix(element(c), rows_a.pair_at(at_a, step), False)
+            at = rows_b.pair_at(at_b, step)
             for group in range(0, columns // 8, 2):
                 b_atom = ldmatrix(element(c), at + group * 8 * rows_b.row_bytes, False)
                 multiply(c, acc, [a_atom], b_atom, group)
@@ -242,21 +239,20 @@ class BackwardOps:
         c, (name, base) = self.config, b
         rows, rows_a, lane = c.rows(name), c.rows("ds"), self.lane
         at_b = base + rows.of_lane(lane, by_columns=False) + i % c.stages * rows.nbytes
-        groups = acc.shape[1]
-        first = self.part * (groups // 2) if c.splits > 1 else 0
+        count = acc.shape[1] // 2
+        pairs = rows.run_of_pairs(at_b, self.part * count if c.splits > 1 else 0, count)
+        at_a = 0
+        if not self.keeps_p:
+            at_a = base_a + rows_a.of_lane(lane, by_columns=False)
+            at_a = at_a + self.first_row * rows_a.row_bytes
         for step in range(c.tile_m // 16):
             if self.keeps_p:
                 a_atom = cute.make_tensor(a.iterator + 8 * step, cute.make_layout(8))
             else:
-                at = base_a + rows_a.of_lane(lane, by_columns=False)
-                at = at + self.first_row * rows_a.row_bytes
-                at = rows_a.pair(at, step % rows_a.steps) + step // rows_a.steps * rows_a.band_bytes
-                a_atom = ldmatrix(element(c), at, False)
-            for pair in range(groups // 2):
-                column = first + pair
-                at = rows.pair(at_b, column % rows.steps) + column // rows.steps * rows.band_bytes
+                a_atom = ldmatrix(element(c), rows_a.pair_at(at_a, step), False)
+            for number, at in enumerate(pairs):
                 b_atom = ldmatrix(element(c), at + step * KEY_STEP * rows.row_bytes, True)
-                multiply(c, acc, [a_atom], b_atom, 2 * pair)
+                multiply(c, acc, [a_atom], b_atom, 2 * number)
 
     def dq(self):
         """This warp's part of dQ = dS K."""
@@ -269,23 +265,13 @@ class BackwardOps:
         at_k = self.shared.k + rows_k.of_lane(lane, by_columns=False)
         first_query = self.warp % c.query_warps * (queries // 16)
         first_column = self.warp // c.query_warps * (columns // 16)
-
-        def pair_at(rows, at, pair):
-            return rows.pair(at, pair % rows.steps) + pair // rows.steps * rows.band_bytes
-
+        at_ds = rows_ds.run_of_pairs(at_ds, first_query, queries // 16)
+        at_k = rows_k.run_of_pairs(at_k, first_column, columns // 16)
         for step in range(c.tile_n // KEY_STEP):
-            at = step * KEY_STEP
-            ds = [
-                ldmatrix(
-                    element(c),
-                    pair_at(rows_ds, at_ds, first_query + m) + at * rows_ds.row_bytes,
-                    True,
-                )
-                for m in range(queries // 16)
-            ]
-            for pair in range(columns // 16):
-                k = pair_at(rows_k, at_k, first_column + pair) + at * rows_k.row_bytes
-                multiply(c, dQ, ds, ldmatrix(element(c), k, True), 2 * pair)
+            down_ds, down_k = (step * KEY_STEP * rows.row_bytes for rows in (rows_ds, rows_k))
+            ds = [ldmatrix(element(c), at + down_ds, True) for at in at_ds]
+            for number, at in enumerate(at_k):
+                multiply(c, dQ, ds, ldmatrix(element(c), at + down_k, True), 2 * number)
         return dQ
 
     # P and dS.

@@ -43,7 +43,9 @@ class RowCopy:
     chunk: Int32  # its chunk of each row
     stride: int  # rows from one of its rows to the next
     shared: Int32  # byte of its first chunk in the array
-    last_bytes: Int32  # bytes of its chunks of the last band: 16, or 0 behind the columns that there are
+    last_bytes: (
+        Int32  # bytes of its chunks of the last band: 16, or 0 behind the columns that there are
+    )
 
     @staticmethod
     def of(rows: SharedRows, threads: int, thread, columns):

@@ -100,7 +100,6 @@ class ForwardSm80:
         if c.changes_scores:
             scale_log2 = Float32(LOG2E if c.natural else 1.0)
         sign = -1.0 if c.negate else 1.0
-        aux = tuple(x for name, x in optional.items() if name.startswith(AUX))
         scores = Scores(
             scale=scale if c.softcap else scale * sign,
             cap_scale=numbers["cap_scale"] * sign if c.softcap else None,
@@ -108,7 +107,7 @@ class ForwardSm80:
             inv_scale_log2=1.0 / scale_log2,
             sink=optional.get("sink"),
             slopes=optional.get("alibi_slopes"),
-            aux=aux if aux else None,
+            aux=aux_of(optional),
         )
         sides = (numbers.get("left"), numbers.get("right"))
         sequences, divisors, total = None, None, grid.total
@@ -191,3 +190,9 @@ def fake_aux(dtype_index, dims):
         stride=tuple(cute.sym_int64() for _ in range(dims)),
         assumed_align=dtype.width // 8,
     )
+
+
+def aux_of(optional):
+    """Tensors that mods read, or None."""
+    found = tuple(x for name, x in optional.items() if name.startswith(AUX))
+    return found if found else None

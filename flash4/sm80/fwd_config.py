@@ -14,7 +14,9 @@ DIM_STEP = 32  # head dims are padded in shared memory to a multiple of this
 MAX_HEAD_DIM = 256
 MAX_REGISTERS = 256  # of a thread
 SMEM_ALIGN = 1_024  # the swizzle repeats every 1,024 bytes
-GROWTH_LOG2 = 8  # P may grow to 2 to this before its row's shift moves: far from the limits of float16
+GROWTH_LOG2 = (
+    8  # P may grow to 2 to this before its row's shift moves: far from the limits of float16
+)
 PACKS = (1, 2, 4, 8, 16, 32, 64)
 
 

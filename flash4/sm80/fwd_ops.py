@@ -231,7 +231,7 @@ class ForwardOps:
     def _load_q(self, base, k, m):
         """Q of 16 head dims and the rows of an atom."""
         rows = self.config.rows_q
-        at = rows.pair(base, k % rows.steps) + k // rows.steps * rows.band_bytes
+        at = rows.pair_at(base, k)
         return ldmatrix(element(self.config), at + m * ATOM_ROWS * rows.row_bytes, False)
 
     def qk(self, i):
@@ -240,11 +240,13 @@ class ForwardOps:
         S = cute.make_rmem_tensor((4, c.tile_n // 8, c.atoms), Float32)
         S.fill(0.0)
         # Opaque, or swizzled addresses would be kept in registers around the loop.
-        q_at = self.sQ + self.warp * (c.warp_rows * c.rows_q.row_bytes) + numerics.opaque(self.q_row)
+        q_at = (
+            self.sQ + self.warp * (c.warp_rows * c.rows_q.row_bytes) + numerics.opaque(self.q_row)
+        )
         k_at = self.sK + self.k_row + i % c.stages * rows.nbytes
         for k in range(c.tile_d // 16):
             tSrQ = [self._load_q(q_at, k, m) for m in range(c.atoms)]
-            at = rows.pair(k_at, k % rows.steps) + k // rows.steps * rows.band_bytes
+            at = rows.pair_at(k_at, k)
             for n in range(0, c.tile_n // 8, 2):
                 tSrK = ldmatrix(element(c), at + n * 8 * rows.row_bytes, False)
                 multiply(c, S, tSrQ, tSrK, n)
@@ -269,7 +271,7 @@ class ForwardOps:
                     self._probabilities(S, m, step + 1, shifts, sums) for m in range(c.atoms)
                 ]
             for group in range(c.tile_dv // 16):
-                at = rows_v.pair(v_at, group % rows_v.steps) + group // rows_v.steps * rows_v.band_bytes
+                at = rows_v.pair_at(v_at, group)
                 tOrV = ldmatrix(element(c), at + step * KEY_STEP * rows_v.row_bytes, True)
                 multiply(c, self.tOrO, tOrP, tOrV, 2 * group)
             if step + 1 < steps:  # or ptxas would compute all exponentials before the first product
@@ -379,7 +381,9 @@ class ForwardOps:
         seqlen_q, seqlen_k = self.tiles.lengths(tile)
         info = SeqlenInfo(seqlen_q, seqlen_k, Int32(place.row_q), Int32(place.row_k))
         for r in range(2 * c.atoms):
-            query = imax(imin(self._query(tile, r), seqlen_q - 1), 0)  # a mod may read a tensor there
+            query = imax(
+                imin(self._query(tile, r), seqlen_q - 1), 0
+            )  # a mod may read a tensor there
             for j in range(c.tile_n // 4):
                 key = self._first_key(tile, i) + (8 * (j // 2) + j % 2)
                 key = imax(imin(key, seqlen_k - 1), 0)

@@ -76,3 +76,14 @@ class SharedRows:
     def pair(self, at, step):
         """From the byte of a chunk of pair 0 to that of the same chunk of pair ``step``, in the same row and band."""
         return at ^ (step * 2 * CHUNK_BYTES)
+
+    def pair_at(self, at, number):
+        """The same of pair ``number`` of the whole row, over all bands."""
+        return self.pair(at, number % self.steps) + number // self.steps * self.band_bytes
+
+    def run_of_pairs(self, at, first, count: int) -> list:
+        """Those of ``count`` pairs from ``first`` on, a multiple of ``count`` that may be known at run time only."""
+        if count % self.steps == 0 or self.steps % count == 0:  # then no sum carries into a band
+            at = self.pair_at(at, first)
+            return [self.pair_at(at, number) for number in range(count)]
+        return [self.pair_at(at, first + number) for number in range(count)]

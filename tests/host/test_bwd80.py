@@ -31,9 +31,7 @@ TINY = BackwardConfig(True, 32, 32, 32, False, warps=4, key_warps=4)
 
 
 def problem(head_dim, head_dim_v, **facts):
-    return AttentionProblem(
-        torch.bfloat16, 1, 4096, 4096, 4, 2, head_dim, head_dim_v, **facts
-    )
+    return AttentionProblem(torch.bfloat16, 1, 4096, 4096, 4, 2, head_dim, head_dim_v, **facts)
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
@@ -54,7 +52,9 @@ def shipped():
     return sorted(found, key=repr)
 
 
-@pytest.mark.parametrize("config", shipped(), ids=lambda c: f"{c.tile_m}x{c.tile_d} {c.warps}/{c.key_warps}")
+@pytest.mark.parametrize(
+    "config", shipped(), ids=lambda c: f"{c.tile_m}x{c.tile_d} {c.warps}/{c.key_warps}"
+)
 def test_each_number_of_dq_has_one_place(config):
     """Those of all threads at once are neighbours, and the kernel behind knows where each belongs."""
     _, finish = passes_of(config, False)
