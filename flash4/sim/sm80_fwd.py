@@ -234,8 +234,9 @@ def simulate_forward(
         Hazard: the schedule deadlocks or breaks a rule of the hardware.
     """
     call = None
-    for machine, call in forward_machines(config, (q, k, v), options, workers, seed, variation):
+    for machine, made in forward_machines(config, (q, k, v), options, workers, seed, variation):
         machine.run()
+        call = made
     return (call.out[0], call.lse[0]) if config.cu_q else (call.out, call.lse)
 
 
