@@ -16,10 +16,11 @@ from flash4.common.tiles import Divisors, Grid, TileSchedule
 from flash4.common.varlen import Sequences, VarlenSchedule
 from flash4.common.warps import Warp
 from flash4.sm80.fwd_config import SMEM_ALIGN, ForwardConfig
-from flash4.sm80.fwd_ops import ForwardOps, RowState, Scores
+from flash4.sm80.fwd_ops import ForwardOps, RowState
 from flash4.sm80.fwd_roles import ForwardRoles
 from flash4.sm80.fwd_tiles import FoundTiles
 from flash4.sm80.products import element
+from flash4.sm80.scores import Scores
 
 # In the order of mods.AUX_DTYPES.
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 
-from flash4.common import mods, numerics
-from flash4.common.geometry import imax, imin
+from flash4.common import numerics
+from flash4.common.geometry import imin
 from flash4.common.graph import WARP
-from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E
 from flash4.sm80.copies import RowCopy, ldmatrix, stage_rows, store_chunk
 from flash4.sm80.fwd_config import ATOM_ROWS, ELEMENT_BYTES, GROWTH_LOG2, KEY_STEP, ForwardConfig
 from flash4.sm80.products import element, multiply, rows_of
+from flash4.sm80.scores import Scores, prepare
 from flash4.sm80.shared_rows import CHUNK, CHUNK_BYTES
 
 
@@ -88,32 +88,11 @@ def move_outgrown(S: cute.Tensor, O: cute.Tensor, state, scale_log2, inv_scale_l
 
 
 @cute.jit
-def mask_tail(ops, tile, i, S: cute.Tensor):
-    """Mask a last block only if it reaches past the keys: without a causal mask most do not."""
-    c = ops.config
-    if (tile.first_block + tile.n_blocks - i) * c.tile_n > ops.tiles.lengths(tile)[1]:
-        ops.mask(tile, i, S)
-
-
-@cute.jit
-def clear_rows(O: cute.Tensor, r: cutlass.Constexpr, empty):
+def clear_rows(O: cute.Tensor, r: cutlass.Constexpr, columns: cutlass.Constexpr, empty):
     """0 in row ``r`` of O where it has no key: O may hold 0 * NaN there. Few warps have such a row."""
     if cute.arch.vote_any_sync(empty):
-        for j in cutlass.range_constexpr(cute.size(O, mode=[1])):
+        for j in cutlass.range_constexpr(columns):
             O[r, j] = cutlass.select_(empty, Float32(0.0), O[r, j])
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Numbers that turn Q K^T into what softmax takes; None where the config has no such feature."""
-
-    scale: Float32  # factor of a score, or of the tanh that caps it; in log2 units unless the config is natural
-    cap_scale: object  # factor of a score within the cap
-    scale_log2: Float32  # factor of what softmax takes
-    inv_scale_log2: Float32
-    sink: object  # (H,) float32
-    slopes: object  # (B, H) float32
-    aux: object  # tuple of tensors that mods read
 
 
 @dataclass(frozen=True)
@@ -302,97 +281,23 @@ class ForwardOps:
     def move_shift(self, tile, i, s, phase):
         """Change scores and mask them; let the shift follow the maximum, and O and l the shift."""
         S, scores = rows_of(s), self.scores
-        self._prepare(tile, i, S, phase.masked)
+        prepare(self, tile, i, S, phase.masked)
         scales_log2 = (scores.scale_log2, scores.inv_scale_log2)
         move_outgrown(S, rows_of(self.tOrO), self.state, *scales_log2)
 
-    def _prepare(self, tile, i, S, masked):
-        """Negate for a negative scale, or change scores, then mask."""
-        c = self.config
-        if c.negate and not c.changes_scores:
-            for r in range(2 * c.atoms):
-                for j in range(c.tile_n // 4):
-                    S[r, j] = -S[r, j]
-        if c.changes_scores:
-            self._change(tile, i, S)
-        if c.score_mod or c.mask_mod:
-            self._apply_mods(tile, i, S)
-        if masked and (c.causal or c.left or c.right):
-            self.mask(tile, i, S)
-        elif masked:
-            mask_tail(self, tile, i, S)
-
-    def _first_key(self, tile, i):
-        """First key that this thread has of a block; its columns are 8 j + {0, 1} from there."""
-        first_block = tile.first_block + tile.n_blocks - 1 - i
-        return first_block * self.config.tile_n + 2 * (self.lane % 4)
-
-    def _query_row(self, r):
+    def query_row(self, r):
         """Row in the tile of this thread's row ``r``."""
         return self.warp * self.config.warp_rows + self.lane // 4 + (r // 2 * ATOM_ROWS + r % 2 * 8)
 
-    def _query(self, tile, r):
-        return tile.m_block * self.config.tile_q + self._query_row(r) // self.config.pack
+    def query(self, tile, r):
+        """Query of that row."""
+        return tile.m_block * self.config.tile_q + self.query_row(r) // self.config.pack
 
-    def mask(self, tile, i, S):
-        """Set scores before the row's first and past its last visible key to -inf."""
-        c, blocks, lengths = self.config, self.tiles.blocks, self.tiles.lengths(tile)
-        first_key = self._first_key(tile, i)
-        for r in range(2 * c.atoms):
-            query = self._query(tile, r)
-            visible = blocks.key_end(query, *lengths) - first_key
-            hidden = blocks.key_begin(query, *lengths) - first_key
-            for j in range(c.tile_n // 4):
-                column = Int32(8 * (j // 2) + j % 2)
-                seen = column < visible
-                if c.left:
-                    seen = seen & (column >= hidden)
-                S[r, j] = cutlass.select_(seen, S[r, j], -Float32.inf)
-
-    def _change(self, tile, i, S):
-        """S = scale S, or its cap, less the slope times the distance; in log2 units unless the config is natural."""
-        c, scores = self.config, self.scores
-        place, (seqlen_q, seqlen_k) = self.tiles.place(tile), self.tiles.lengths(tile)
-        for r in range(2 * c.atoms):
-            distance = self._query(tile, r) + seqlen_k - seqlen_q - self._first_key(tile, i)
-            if c.alibi:
-                slope = scores.slopes[place.batch, self._head(place, r)]
-                slope = slope if c.natural else slope * LOG2E
-            for j in range(c.tile_n // 4):
-                s = S[r, j]
-                if c.softcap:
-                    s = numerics.tanh(s * scores.cap_scale)
-                s = s * scores.scale
-                if c.alibi:
-                    column = 8 * (j // 2) + j % 2
-                    s = s - slope * cute.math.absf(Float32(distance - column))
-                S[r, j] = s
-
-    def _head(self, place, r):
-        """Query head of this thread's row ``r``; the last one for packed rows that have none."""
+    def head(self, place, r):
+        """Query head of that row; the last one for packed rows that have none."""
         heads, pack = self.lse.shape[1], self.config.pack
-        head_in_kv = place.group * pack + self._query_row(r) % pack
+        head_in_kv = place.group * pack + self.query_row(r) % pack
         return imin(place.head_kv * (heads // self.tiles.grid.heads_kv) + head_in_kv, heads - 1)
-
-    def _apply_mods(self, tile, i, S):
-        """S = score_mod(S), and -inf where mask_mod hides a key; see ``flash_attn_func`` for what they are given."""
-        c, place = self.config, self.tiles.place(tile)
-        score_mod, mask_mod = mods.function(c.score_mod), mods.function(c.mask_mod)
-        seqlen_q, seqlen_k = self.tiles.lengths(tile)
-        info = SeqlenInfo(seqlen_q, seqlen_k, Int32(place.row_q), Int32(place.row_k))
-        for r in range(2 * c.atoms):
-            query = imax(
-                imin(self._query(tile, r), seqlen_q - 1), 0
-            )  # a mod may read a tensor there
-            for j in range(c.tile_n // 4):
-                key = self._first_key(tile, i) + (8 * (j // 2) + j % 2)
-                key = imax(imin(key, seqlen_k - 1), 0)
-                where = (place.batch, self._head(place, r), query, key, info, self.scores.aux)
-                if score_mod is not None:
-                    S[r, j] = Float32(score_mod(S[r, j], *where))
-                if mask_mod is not None:
-                    keep = Boolean(mask_mod(*where))
-                    S[r, j] = cutlass.select_(keep, S[r, j], -Float32.inf)
 
     # Results.
 
@@ -408,18 +313,18 @@ class ForwardOps:
         for r in cutlass.range_constexpr(2 * c.atoms):
             total = cute.arch.warp_reduction_sum(state.total[r], threads_in_group=4)
             empty = total == 0.0
-            query, head, exists = self._row(tile, place, self._query_row(r))
+            query, head, exists = self._row(tile, place, self.query_row(r))
             lse = (state.shift_log2[r] + cute.math.log2(total, fastmath=True)) * LN2
             lse = cutlass.select_(empty, -Float32.inf, lse)
             inverse = cute.arch.rcp_approx(total)
             if cutlass.const_expr(c.sink):
-                sink = self.scores.sink[self._head(place, r)]
+                sink = self.scores.sink[self.head(place, r)]
                 lse, inverse = with_sink(state.shift_log2[r], total, sink)
             if cutlass.const_expr(c.varlen):  # rows in memory may be of no sequence, or not in use
                 unused = query >= self.tiles.lengths(tile)[0]
                 empty = empty | unused
                 lse = cutlass.select_(unused, -Float32.inf, lse)
-            clear_rows(O, r, empty)
+            clear_rows(O, r, c.tile_dv // 4, empty)
             inverse = cutlass.select_(empty, Float32(0.0), inverse)
             for j in cutlass.range_constexpr(c.tile_dv // 4):
                 O[r, j] = O[r, j] * inverse

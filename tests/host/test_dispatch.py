@@ -430,31 +430,6 @@ def test_explain_prints_the_facts(device):
         flash4.explain(q, k, v, arch="sm_75")
 
 
-AMPERE = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_87", (8, 9): "sm_89"}
-AMPERE |= {(12, 0): "sm_120", (12, 1): "sm_121"}
-
-
-@pytest.mark.parametrize("capability", AMPERE)
-def test_what_has_no_kernel_of_its_own_gets_amperes(capability):
-    arch = architecture(capability)
-    assert arch == AMPERE[capability]
-    q = torch.empty(2, 300, 4, 64, dtype=BF16, device="meta")
-    for backward, name in ((False, "sm80-fwd"), (True, "sm80-bwd")):
-        plan = flash4.explain(q, q, q, arch=arch, backward=backward)
-        assert plan.name == name and plan.arch == arch
-        text = str(plan)
-        assert "Ampere instructions serve it" in text and "shared memory" in text
-        # A newer card is told that it has none of its own.
-        assert ("of its own are not built for this card" in text) == (capability[0] > 8)
-
-
-def test_hopper_gets_amperes_kernels_if_asked(monkeypatch):
-    monkeypatch.setattr(dispatch, "ARCHITECTURES", dict(dispatch.ARCHITECTURES))
-    assert architecture((9, 0)) == "sm_90a"
-    dispatch.serve((9, 0), "sm_90")
-    assert plan_forward(PROBLEM, architecture((9, 0)), WORKERS).name == "sm80-fwd"
-
-
 @pytest.mark.parametrize("layouts", [*itertools.product(strategies.LAYOUTS, repeat=2)])
 def test_the_kernel_gets_each_tensor_in_its_own_layout(layouts):
     """Through the operator: strides of one tensor are never another's, and copies are as explained."""

@@ -10,10 +10,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import flash4
+from flash4 import dispatch
 from flash4.common.dsl import plain
 from flash4.common.geometry import KvBlocks
 from flash4.common.tiles import Grid
 from flash4.common.varlen import Sequences, VarlenSchedule
+from flash4.dispatch import architecture
 from flash4.interface import options_of
 from flash4.problem import AttentionProblem
 from flash4.sim.explore import explore
@@ -201,3 +203,28 @@ def test_every_order_of_a_small_problem(stages):
 def test_configs_that_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         replace(TINY, **change)
+
+
+AMPERE = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_87", (8, 9): "sm_89"}
+AMPERE |= {(12, 0): "sm_120", (12, 1): "sm_121"}
+
+
+@pytest.mark.parametrize("capability", AMPERE)
+def test_what_has_no_kernel_of_its_own_gets_amperes(capability):
+    arch = architecture(capability)
+    assert arch == AMPERE[capability]
+    q = torch.empty(2, 300, 4, 64, dtype=torch.bfloat16, device="meta")
+    for backward, name in ((False, "sm80-fwd"), (True, "sm80-bwd")):
+        plan = flash4.explain(q, q, q, arch=arch, backward=backward)
+        assert plan.name == name and plan.arch == arch
+        text = str(plan)
+        assert "Ampere instructions serve it" in text and "shared memory" in text
+        # A newer card is told that it has none of its own.
+        assert ("of its own are not built for this card" in text) == (capability[0] > 8)
+
+
+def test_hopper_gets_amperes_kernels_if_asked(monkeypatch):
+    monkeypatch.setattr(dispatch, "ARCHITECTURES", dict(dispatch.ARCHITECTURES))
+    assert architecture((9, 0)) == "sm_90a"
+    dispatch.serve((9, 0), "sm_90")
+    assert dispatch.plan_forward(problem(64, 64), architecture((9, 0)), 132).name == "sm80-fwd"
