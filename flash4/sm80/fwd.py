@@ -28,11 +28,13 @@ AUX_ELEMENTS = (Float32, cutlass.Float16, cutlass.BFloat16, Int32, Int64)
 
 
 class ForwardSm80:
-    """One Ampere forward kernel."""
+    """One Ampere forward kernel; its schedule and verbs are named here for the ladder of ``bench.ladder80``."""
+
+    schedule, verbs = ForwardRoles, ForwardOps
 
     def __init__(self, config: ForwardConfig):
         self.config = config
-        self.roles = ForwardRoles()
+        self.roles = self.schedule()
 
     def fake_arguments(self):
         """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
@@ -159,7 +161,7 @@ class ForwardSm80:
             name: smem.allocate(nbytes, byte_alignment=SMEM_ALIGN).toint()
             for name, nbytes in c.graph.allocations().items()
         }
-        return ForwardOps(
+        return self.verbs(
             config=c,
             tiles=tiles,
             scores=scores,
