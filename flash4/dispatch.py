@@ -7,11 +7,28 @@ from flash4.common.kv_tiles import KvGrid, kv_grid_of, slots_of
 from flash4.common.tiles import Grid, TileSchedule, grid_of, multiprocessors_for, workers_of
 from flash4.passes.bwd_config import FINISH, PREPARE, passes_of
 from flash4.problem import AttentionProblem
+from flash4.sm80 import bwd_config as sm80_bwd
+from flash4.sm80 import fwd_config as sm80_fwd
 from flash4.sm90 import bwd_192_config as sm90_bwd_192
 from flash4.sm90 import bwd_config as sm90_bwd
 from flash4.sm90 import bwd_wide_config as sm90_bwd_wide
 from flash4.sm90 import fwd_config as sm90_fwd
 from flash4.sm100 import fwd_config as sm100_fwd
+
+
+def _ampere_rows(name: str, kernel: str, module) -> tuple:
+    """Rows of an Ampere kernel for each target, with what a card of that kind holds."""
+    cards = {
+        "sm_80": module.A100,
+        "sm_86": module.SMALL,
+        "sm_87": module.A100,
+        "sm_89": module.SMALL,
+        "sm_90": module.HOPPER,
+        "sm_120": module.CONSUMER_BLACKWELL,
+        "sm_121": module.CONSUMER_BLACKWELL,
+    }
+    return tuple((name, kernel, target, card) for target, card in cards.items())
+
 
 # Every kernel: name, "module:class", architecture, module with can_implement(problem) and choose_config(problem). One that is
 # compiled for several architectures has a row for each.
@@ -20,13 +37,19 @@ FORWARD_KERNELS = (
     ("sm100-fwd", "flash4.sm100.fwd:ForwardSm100", "sm_100a", sm100_fwd),
     ("sm100-fwd", "flash4.sm100.fwd:ForwardSm100", "sm_103a", sm100_fwd.SM103),
     ("sm100-fwd", "flash4.sm100.fwd:ForwardSm100", "sm_110a", sm100_fwd),
+    *_ampere_rows("sm80-fwd", "flash4.sm80.fwd:ForwardSm80", sm80_fwd),
 )
 BACKWARD_KERNELS = (
     ("sm90-bwd", "flash4.sm90.bwd:BackwardSm90", "sm_90a", sm90_bwd),
     ("sm90-bwd-192", "flash4.sm90.bwd_192:Backward192Sm90", "sm_90a", sm90_bwd_192),
     ("sm90-bwd-wide", "flash4.sm90.bwd_wide:WideBackwardSm90", "sm_90a", sm90_bwd_wide),
+    *_ampere_rows("sm80-bwd", "flash4.sm80.bwd:BackwardSm80", sm80_bwd),
 )
-ARCHITECTURES = {(9, 0): "sm_90a"}  # compute capability -> compile target
+# Compute capability -> compile target. sm_90 is for tests: it gets Ampere kernels, which serve what has none of its own.
+ARCHITECTURES = {
+    (9, 0): "sm_90a",
+    **{(a, b): f"sm_{a}{b}" for a, b in ((8, 0), (8, 6), (8, 7), (8, 9), (12, 0), (12, 1))},
+}
 # Kernels compile and are simulated, but nobody has run one.
 NEVER_RUN = {(10, 0): "Blackwell", (10, 3): "Blackwell Ultra", (11, 0): "Blackwell (Thor)"}
 
@@ -197,7 +220,19 @@ def architecture(capability: tuple[int, int]) -> str:
     problem = f"flash4 has no kernel for compute capability {number}"
     if capability in NEVER_RUN:
         problem = f"flash4's kernels for {NEVER_RUN[capability]} ({number}) have never run on a GPU: they are not launched, but by `python -m flash4 selftest`"
-    raise NotImplementedError(f"{problem}; supported is 9.0 (Hopper: H100, H200, GH200)")
+    raise NotImplementedError(
+        f"{problem}; supported are 9.0 (Hopper: H100, H200, GH200), 8.0 to 8.9 (Ampere, Ada), 12.0 and 12.1"
+    )
+
+
+def serve(capability: tuple[int, int], arch: str):
+    """Let this process run kernels of another target on GPUs of a compute capability; for tests and benchmarks.
+
+    Args:
+        capability: such as (9, 0), for which nothing may have been launched yet.
+        arch: such as "sm_90", which is Ampere's kernels on Hopper.
+    """
+    ARCHITECTURES[capability] = arch
 
 
 def allow_untried(capability: tuple[int, int]):

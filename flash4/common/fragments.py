@@ -29,3 +29,19 @@ def dq_place(config, part, thread, group, number):
     if config.splits_queries:
         return part * 64 + row, column
     return row, part * (config.tile_d // 2) + column
+
+
+def warp_dq_place(config, number):
+    """(query, head dim) in a block of dQ of number ``number`` of its sums, where warps of 16 by 8 products made them.
+
+    Numbers of all threads that come at once are neighbours. ``config`` is a ``FinishConfig`` or that of the Ampere backward.
+    """
+    thread, mine = number % (32 * config.warps), number // (32 * config.warps)
+    lane, warp = thread % 32, thread // 32
+    columns = config.tile_d * config.query_warps // config.warps
+    groups = columns // GROUP_COLUMNS
+    group = mine // GROUP_NUMBERS
+    row = warp % config.query_warps * (config.tile_m // config.query_warps)
+    row = row + group // groups * WARP_ROWS + mine % GROUP_NUMBERS // 2 * 8 + lane // 4
+    column = warp // config.query_warps * columns + group % groups * GROUP_COLUMNS
+    return row, column + lane % 4 * 2 + mine % 2

@@ -40,7 +40,12 @@ class PrepareConfig:
 
 @dataclass(frozen=True)
 class FinishConfig:
-    """Facts of the kernel that makes dQ of its sums; fields as in ``sm90.bwd_config.BackwardConfig``."""
+    """Facts of the kernel that makes dQ of its sums; fields as in ``sm90.bwd_config.BackwardConfig``.
+
+    Attributes:
+        warps: that multiplied a block, each 16 by 8 numbers at a time (``fragments.warp_dq_place``); 0 where warpgroups did.
+        query_warps: of these, those that share its queries.
+    """
 
     bf16: bool
     tile_m: int
@@ -49,6 +54,8 @@ class FinishConfig:
     chained: bool = False
     cu_q: bool = False
     used_q: bool = False
+    warps: int = 0
+    query_warps: int = 0
 
     @property
     def splits_queries(self) -> bool:
@@ -63,6 +70,13 @@ def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig]:
         config.bf16, config.tile_m, config.dq_width, config.tile_dv, dlse, config.turns,
         config.handed_out, not config.first_stores, config.chained, *lengths,
     )  # fmt: skip
+    order = () if not hasattr(config, "query_warps") else (config.warps, config.query_warps)
     return prepare, FinishConfig(
-        config.bf16, config.tile_m, config.dq_width, config.swap_dq, config.chained, *lengths
+        config.bf16,
+        config.tile_m,
+        config.dq_width,
+        config.swap_dq,
+        config.chained,
+        *lengths,
+        *order,
     )

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32
 from cutlass.memory import SmemAllocator
 
-from flash4.common.fragments import GROUP_NUMBERS, dq_place
+from flash4.common.fragments import GROUP_NUMBERS, dq_place, warp_dq_place
 from flash4.common.kv_sequences import Side
 from flash4.passes.bwd_config import THREADS, FinishConfig
 from flash4.passes.bwd_prepare import VECTOR, place_of
@@ -78,23 +78,22 @@ class FinishBackward:
         sQ = SmemAllocator().allocate_tensor(
             self.dtype, cute.make_layout((c.tile_m, c.tile_d), stride=(width, 1)), byte_alignment=16
         )
-        groups = c.tile_m * c.tile_d // (GROUP_NUMBERS * THREADS)
-        values = cute.make_rmem_tensor((GROUP_NUMBERS, groups), Float32)
-        part_floats = GROUP_NUMBERS * PART_THREADS * groups
         if cutlass.const_expr(c.chained):
             cute.arch.griddepcontrol_wait()
-        source = sums[batch, head, block, None].iterator + (
-            part * part_floats + mine * GROUP_NUMBERS
-        )
-        layout = cute.make_layout((GROUP_NUMBERS, groups), stride=(1, GROUP_NUMBERS * PART_THREADS))
-        cute.autovec_copy(cute.make_tensor(source.align(16), layout), values)
-        for group in cutlass.range_constexpr(groups):
-            for number in cutlass.range_constexpr(GROUP_NUMBERS):
-                query, column = dq_place(c, part, mine, group, number)
-                value = values[number, group] * scale
-                if cutlass.const_expr(side is not None):  # rows may be stored but not in use
-                    value = Float32(cutlass.select_(query < rows.used, value, Float32(0.0)))
-                sQ[query, column] = value.to(self.dtype)
+        source = sums[batch, head, block, None].iterator
+        numbers = c.tile_m * c.tile_d // THREADS
+        values = cute.make_rmem_tensor((GROUP_NUMBERS, numbers // GROUP_NUMBERS), Float32)
+        source, layout = self._source(source, part, mine, thread, numbers)
+        cute.autovec_copy(cute.make_tensor(source, layout), values)
+        for i in cutlass.range_constexpr(numbers):
+            if cutlass.const_expr(c.warps > 0):
+                query, column = warp_dq_place(c, i * THREADS + thread)
+            else:
+                query, column = dq_place(c, part, mine, i // GROUP_NUMBERS, i % GROUP_NUMBERS)
+            value = values[i] * scale
+            if cutlass.const_expr(side is not None):  # rows may be stored but not in use
+                value = Float32(cutlass.select_(query < rows.used, value, Float32(0.0)))
+            sQ[query, column] = value.to(self.dtype)
         cute.arch.sync_threads()
         vectors = c.tile_d // VECTOR  # of a row
         for i in cutlass.range_constexpr(cute.ceil_div(c.tile_m * vectors, THREADS)):
@@ -108,3 +107,14 @@ class FinishBackward:
                 copied = cute.make_rmem_tensor(VECTOR, self.dtype)
                 cute.autovec_copy(cute.make_tensor(at, cute.make_layout(VECTOR)), copied)
                 cute.autovec_copy(copied, cute.make_tensor(to, cute.make_layout(VECTOR)))
+
+    def _source(self, source, part, mine, thread, numbers):
+        """Where a thread's sums begin, and how they lie, as (4, groups)."""
+        groups = numbers // GROUP_NUMBERS
+        if self.config.warps:
+            shape = (GROUP_NUMBERS, groups)
+            layout = cute.make_layout(shape, stride=(THREADS, GROUP_NUMBERS * THREADS))
+            return source + thread, layout
+        first = part * (PART_THREADS * numbers) + mine * GROUP_NUMBERS
+        stride = (1, GROUP_NUMBERS * PART_THREADS)
+        return (source + first).align(16), cute.make_layout((GROUP_NUMBERS, groups), stride=stride)

@@ -18,11 +18,15 @@ import numpy as np
 from flash4.common import handout
 from flash4.common.dsl import plain
 from flash4.problem import CallOptions
-from flash4.sim import sm90_bwd, sm90_bwd_192, sm90_bwd_wide, sm100_fwd
+from flash4.sim import sm80_bwd, sm80_fwd, sm90_bwd, sm90_bwd_192, sm90_bwd_wide, sm100_fwd
 from flash4.sim.cluster import arrive_at
 from flash4.sim.machine import Hazard
 from flash4.sim.rings import Ring, SharedRing
 from flash4.sim.sm90_fwd import Variation, round_to_16_bit, simulate_forward
+from flash4.sm80 import bwd_roles as bwd_roles_sm80
+from flash4.sm80 import fwd_roles as fwd_roles_sm80
+from flash4.sm80.bwd_config import BackwardConfig as BackwardConfigSm80
+from flash4.sm80.fwd_config import ForwardConfig as ForwardConfigSm80
 from flash4.sm90 import (
     bwd_192_roles,
     bwd_alternate_roles,
@@ -46,6 +50,7 @@ DROPPED = {
     *("post_nothing", "wait_stores"),  # of tiles that are handed out
     *("sync", "acquire", "wait_read", "wait_turn", "pass_turn", "drain"),  # of the backward
     *("open_turns", "take_turn"),
+    "wait_copies",  # on Ampere
     *("post_p", "wait_p", "post_ds", "wait_ds"),  # of the wide one
     *("wait_peer", "release_peer", "acquire_ds"),  # and of its pairs of CTAs
 }
@@ -165,6 +170,15 @@ SM100_PROBLEMS = (
 )  # fmt: skip
 
 
+# Slots that wrap, two and three of them; tiles of one block and of several; O that does not fit where Q lay.
+SM80_SMALL = {"bf16": True, "tile_d": 32, "warps": 4, "atoms": 1, "tile_n": 16}
+SM80_PROBLEMS = (
+    Problem(ForwardConfigSm80(**SM80_SMALL, tile_dv=32, causal=False), 64, 90),
+    Problem(ForwardConfigSm80(**SM80_SMALL, tile_dv=64, causal=True, stages=3), 100, 110),
+    Problem(ForwardConfigSm80(**SM80_SMALL, tile_dv=32, causal=True, left=True), 90, 130, left=40),
+)
+
+
 @dataclass(frozen=True)
 class BackwardProblem:
     """What mutants of a backward run on; ``heads`` query heads share a KV head."""
@@ -227,6 +241,19 @@ WIDE_BACKWARD_PROBLEMS = (
     BackwardProblem(WideBackwardConfig(True, 256, 64, False, do_stages=2), 300, 150),
     BackwardProblem(WideBackwardConfig(True, 128, 64, False), 64, 300),
     BackwardProblem(WideBackwardConfig(True, 192, 64, True, ordered=True), 200, 300, 1, 3),
+)
+
+# One slot of Q and two; keys that warps share, and that they do not; tiles that take turns.
+SM80_BACKWARD = {"bf16": True, "tile_d": 32, "tile_dv": 32, "tile_m": 32, "warps": 4}
+SM80_BACKWARD_PROBLEMS = (
+    BackwardProblem(BackwardConfigSm80(**SM80_BACKWARD, key_warps=4, causal=True), 130, 100),
+    BackwardProblem(
+        BackwardConfigSm80(**SM80_BACKWARD, key_warps=4, causal=False, stages=1), 70, 64, 2
+    ),
+    BackwardProblem(BackwardConfigSm80(**SM80_BACKWARD, key_warps=2, causal=False), 100, 40),
+    BackwardProblem(
+        BackwardConfigSm80(**SM80_BACKWARD, key_warps=2, causal=True, ordered=True), 64, 96
+    ),
 )
 
 JOINT_BACKWARD_PROBLEMS = (
@@ -573,7 +600,15 @@ class Jury:
         return None
 
 
+def sm80_mutants(module, class_name: str, vary: Callable) -> list[Mutant]:
+    """All mutants of an Ampere kernel's source."""
+    source = inspect.getsource(module)
+    return list(mutants_of_source(source, module.__file__, class_name, vary))
+
+
 KERNELS = {
+    "sm80-fwd": lambda: sm80_mutants(fwd_roles_sm80, "ForwardRoles", sm80_fwd.Variation),
+    "sm80-bwd": lambda: sm80_mutants(bwd_roles_sm80, "BackwardRoles", sm80_bwd.Variation),
     "sm90-fwd": sm90_fwd_mutants,
     "sm90-bwd": sm90_bwd_mutants,
     "sm90-bwd-192": sm90_bwd_192_mutants,
@@ -582,6 +617,8 @@ KERNELS = {
     "sm100-fwd": sm100_fwd_mutants,
 }
 JURIES = {
+    "sm80-fwd": lambda: Jury(SM80_PROBLEMS, simulate=sm80_fwd.simulate_forward),
+    "sm80-bwd": lambda: Jury(SM80_BACKWARD_PROBLEMS, simulate=sm80_bwd.simulate_backward),
     "sm90-fwd": Jury,
     "sm90-bwd": lambda: Jury(BACKWARD_PROBLEMS, simulate=sm90_bwd.simulate_backward),
     "sm90-bwd-192": lambda: Jury(

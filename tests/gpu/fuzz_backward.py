@@ -19,7 +19,7 @@ import time
 
 import torch
 
-from flash4.dispatch import architecture
+from flash4.dispatch import architecture, serve
 from tests.gpu.gradients import DOUTS, GradientCase, is_built
 from tests.gpu.test_fuzz import compile_all, run_all
 from tests.strategies import Problem, random_problems
@@ -100,6 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--n", type=int, default=500, help="number of problems")
     parser.add_argument("--seed", type=int, default=0, help="of problems and tensors")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="compiling processes")
+    parser.add_argument("--arch", help="kernels of another target than the GPU's, such as sm_90")
     parser.add_argument("--sequences", action="store_true", help="of different lengths, all")
     parser.add_argument("--problem", help="one problem instead, such as 'Problem(seqlen_q=3)'")
     parser.add_argument("--dout", choices=DOUTS, default="contiguous", help="with --problem")
@@ -113,7 +114,10 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         cases = random_cases(options.n, options.seed, options.sequences)
     start = time.perf_counter()
-    arch = architecture(torch.cuda.get_device_capability())
+    capability = torch.cuda.get_device_capability()
+    if options.arch:
+        serve(capability, options.arch)
+    arch = architecture(capability)
     keys = list(dict.fromkeys(key for case in cases for key in case.kernels(arch)))
     failures = compile_all(keys, max(1, min(options.workers, len(keys))))
     compiled = time.perf_counter()

@@ -29,7 +29,7 @@ import torch
 from hypothesis import strategies as st
 
 import flash4
-from flash4.dispatch import architecture
+from flash4.dispatch import architecture, serve
 from tests.checks import assert_forward_close, guarded
 from tests.strategies import Problem, problems, random_problems
 
@@ -201,6 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--n", type=int, default=1000, help="number of problems")
     parser.add_argument("--seed", type=int, default=0, help="of problems and tensors")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="compiling processes")
+    parser.add_argument("--arch", help="kernels of another target than the GPU's, such as sm_90")
     parser.add_argument("--problem", help="one problem instead, such as 'Problem(seqlen_q=3)'")
     parser.add_argument("--in-place", action="store_true", help="with --problem: through out=")
     options = parser.parse_args(arguments)
@@ -210,7 +211,10 @@ def main(arguments: list[str] | None = None) -> int:
         cases = [Case(problem, options.seed, options.in_place)]
     else:
         cases = random_cases(options.n, options.seed)
-    arch = architecture(torch.cuda.get_device_capability())
+    capability = torch.cuda.get_device_capability()
+    if options.arch:
+        serve(capability, options.arch)
+    arch = architecture(capability)
     asked = (kernel_key(case.problem, arch) for case in cases)
     keys = list(dict.fromkeys(key for key in asked if key is not None))
     start = time.perf_counter()

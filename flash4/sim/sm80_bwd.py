@@ -1,0 +1,383 @@
+"""The Ampere backward on a CPU: its own role and tiles, with verbs in NumPy; see ``sm80_fwd``.
+
+The kernels before and after it are plain formulas, as in ``sm90_bwd``.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flash4.common.dsl import plain
+from flash4.common.geometry import ceil_div
+from flash4.common.kv_tiles import KvGrid, KvTileSchedule
+from flash4.common.numerics import LOG2E
+from flash4.problem import CallOptions
+from flash4.sim.barriers import Barrier, Semaphore
+from flash4.sim.bwd_sequences import sides_of, slots_and_entries, tiles_of_ctas, to_rows
+from flash4.sim.cp_async import CpAsync
+from flash4.sim.limits import check_graph
+from flash4.sim.machine import Machine
+from flash4.sim.memory import Region, Space
+from flash4.sim.sm80_fwd import SMEM_LIMIT, CopiedRows
+from flash4.sim.sm90_bwd import batched, prepare
+from flash4.sim.sm90_fwd import matmul, round_to_16_bit
+from flash4.sm80.bwd_config import BackwardConfig
+from flash4.sm80.bwd_roles import BackwardRoles
+from flash4.sm80.fwd_config import ATOM_ROWS, ELEMENT_BYTES
+
+ALL = 1 << 30  # CTAs, more than there are tiles
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the kernel; tensors as in ``simulate_backward``.
+
+    Attributes:
+        lse: (entries, heads, queries of all blocks), log2 units; +inf where P must vanish.
+        delta: as lse.
+        sums: (entries, heads, queries of all blocks, tile_d) of dQ.
+        tiles: schedule of one CTA.
+        turns: (entry, head, block) -> count of tiles that have added.
+        memory: global memory in which these are.
+    """
+
+    config: BackwardConfig
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dout: np.ndarray
+    lse: np.ndarray
+    delta: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    sums: np.ndarray
+    options: CallOptions
+    tiles: object
+    turns: dict
+    memory: Space
+
+
+class WarpOps:
+    """Verbs of ``differentiate``, for one warp."""
+
+    def __init__(self, machine: Machine, call: Call, warp: int, memory: dict, barrier: Barrier):
+        self._machine, self._call, self._config, self._warp = machine, call, call.config, warp
+        self._memory, self._barrier, c = memory, barrier, call.config
+        self._copies = CpAsync(machine, f"warp {warp} of {barrier.name}")
+        first, self._part = warp % c.key_warps * ATOM_ROWS, warp // c.key_warps
+        self._keys = range(first, first + ATOM_ROWS)
+        columns = c.tile_m // c.splits
+        self._columns = slice(self._part * columns, (self._part + 1) * columns)
+        self.copies_ahead, self.keeps_p = c.stages > 1, c.splits == 1
+
+    def phases(self, tile):
+        """See ``KvSteps.phases``."""
+        return self._call.tiles.phases(tile)
+
+    def begin(self, tile):
+        """dK = dV = 0."""
+        c = self._config
+        self._dk, self._dv = (
+            np.zeros((ATOM_ROWS, width // c.splits), np.float32) for width in (c.tile_d, c.tile_dv)
+        )
+
+    def _copy(self, target: CopiedRows, rows: np.ndarray):
+        shape = (sum(region.shape[0] for region in target.regions), target.regions[0].shape[1])
+        block = np.zeros(shape, np.float32)
+        block[: len(rows), : rows.shape[1]] = rows
+        for where, region in target.of_warp(self._warp):
+            self._copies.copy(region, block[where])
+
+    def copy_keys(self, tile):
+        """Start this warp's copies of the tile's K and V."""
+        call, c, where = self._call, self._config, self._call.tiles.where(tile)
+        first = tile.n_block * c.tile_n
+        end = where.row_k + max(first, min(first + c.tile_n, call.tiles.lengths(tile)[1]))
+        for name, x in (("k", call.k), ("v", call.v)):
+            rows = x[where.entry_k, where.row_k + first : end, tile.head_kv]
+            self._copy(self._memory[name], rows)
+
+    def copy_step(self, tile, i):
+        """Start this warp's copies of what step ``i`` needs, if there is one."""
+        if i >= tile.steps:
+            return
+        call, c, where = self._call, self._config, self._call.tiles.where(tile)
+        (block, head), slot = call.tiles.place(tile, i), i % c.stages
+        first = block * c.tile_m
+        end = where.row_q + max(first, min(first + c.tile_m, call.tiles.lengths(tile)[0]))
+        for name, x in (("q", call.q), ("do", call.dout)):
+            rows = x[where.entry_q, where.row_q + first : end, head]
+            self._copy(self._memory[name][slot], rows)
+        if self._warp == 0:  # whose threads are as many as statistics have chunks
+            first = (where.slot_q + block) * c.tile_m
+            for name, x in (("lse", call.lse), ("delta", call.delta)):
+                row = x[where.entry_q, head, first : first + c.tile_m]
+                self._copies.copy(self._memory[name][slot], row)
+
+    def commit(self):
+        """Close a group of copies."""
+        self._copies.commit_group()
+
+    def wait_copies(self):
+        """Wait until this warp's copies have landed."""
+        self._copies.wait_group(0)
+
+    def sync(self):
+        """Meet all warps of the CTA."""
+        self._barrier.sync()
+
+    def s(self, i):
+        """S^T = K Q^T."""
+        q = self._memory["q"][i % self._config.stages].read()[self._columns]
+        return matmul(self._memory["k"].read(self._keys), q.T)
+
+    def dp(self, i):
+        """dP^T = V dO^T."""
+        do = self._memory["do"][i % self._config.stages].read()[self._columns]
+        return matmul(self._memory["v"].read(self._keys), do.T)
+
+    def softmax(self, tile, i, s, dp, phase):
+        """P^T and dS^T, in 16 bit."""
+        call, c, slot = self._call, self._config, i % self._config.stages
+        tiles, options, lengths = call.tiles, call.options, call.tiles.lengths(tile)
+        block, head = tiles.place(tile, i)
+        queries = block * c.tile_m + np.arange(c.tile_m)[self._columns]
+        keys = tile.n_block * c.tile_n + np.array(self._keys)[:, None]
+        lse, delta = (self._memory[name][slot].read()[self._columns] for name in ("lse", "delta"))
+        scale, slope = np.float32(options.softmax_scale), 1
+        if c.softcap:
+            within = s * np.float32(options.softmax_scale / options.softcap)
+            rest = 1 / (np.exp(2 * np.abs(within)) + 1)
+            scale, slope = np.float32(options.softcap), 4 * rest * (1 - rest)
+            s = np.tanh(within)
+        s = s * (scale * np.float32(LOG2E)) - lse
+        if c.alibi:
+            bias = options.alibi_slopes[tiles.where(tile).batch, head] * np.float32(LOG2E)
+            s = s - bias * np.abs(queries + lengths[1] - lengths[0] - keys).astype(np.float32)
+        if phase.masked:
+            begins, ends = (
+                np.array([edge(int(key), *lengths) for key in keys[:, 0]])[:, None]
+                for edge in (tiles.blocks.query_begin, tiles.blocks.query_end)
+            )
+            s = np.where((queries < begins) | ((queries >= ends) & c.left), -np.inf, s)
+        p = np.exp2(s.astype(np.float32))
+        ds = p * (dp - delta) * slope
+        return tuple(round_to_16_bit(x, c.bf16) for x in (p, ds))
+
+    def put_ds(self, p, ds):
+        """dS^T, and P^T where warps with the same keys have split it, into shared memory."""
+        self._memory["ds"][self._warp].write(ds)
+        if not self.keeps_p:
+            self._memory["p"][self._warp].write(p)
+
+    def _of_keys(self, name, mine):
+        """All queries of this warp's keys, of P or dS."""
+        if self.keeps_p:
+            return mine
+        first = self._warp % self._config.key_warps
+        parts = self._memory[name][first :: self._config.key_warps]
+        return np.concatenate([part.read() for part in parts], axis=1)
+
+    def dv(self, i, p):
+        """dV += P^T dO."""
+        self._accumulate(self._dv, self._of_keys("p", p), "do", i)
+
+    def dk(self, i, ds):
+        """dK += dS^T Q."""
+        self._accumulate(self._dk, self._of_keys("ds", ds), "q", i)
+
+    def _accumulate(self, acc, a, name, i):
+        width = acc.shape[1]
+        rows = self._memory[name][i % self._config.stages].read()
+        acc += matmul(a, rows[:, self._part * width : (self._part + 1) * width])
+
+    def dq(self):
+        """This warp's part of dQ = dS K."""
+        c, (rows, columns) = self._config, self._dq_part()
+        parts = [part.read() for part in self._memory["ds"]]
+        groups = range(0, c.warps, c.key_warps)
+        ds = np.concatenate([np.concatenate(parts[g : g + c.key_warps]) for g in groups], axis=1)
+        return matmul(ds[:, rows].T, self._memory["k"].read()[:, columns])
+
+    def _dq_part(self):
+        c, (queries, columns) = self._config, self._config.dq_shape
+        row = self._warp % c.query_warps * queries
+        column = self._warp // c.query_warps * columns
+        return slice(row, row + queries), slice(column, column + columns)
+
+    def wait_turn(self, tile, i):
+        """Wait until all tiles whose turn comes first have added theirs, if their order is fixed."""
+        if self._config.ordered:
+            if self._warp == 0:
+                rank = self._call.tiles.rank(tile, i)
+                self._turn(tile, i).wait(max(rank, 0))
+            self.sync()
+
+    def pass_turn(self, tile, i):
+        """Let the next tile add, once all warps have."""
+        if self._config.ordered:
+            self.sync()
+            if self._warp == 0 and self._call.tiles.rank(tile, i) >= 0:
+                self._turn(tile, i).add()
+
+    def _key(self, tile, i):
+        (block, head), where = self._call.tiles.place(tile, i), self._call.tiles.where(tile)
+        return where.entry_q, head, where.slot_q + block
+
+    def _turn(self, tile, i):
+        key, turns = self._key(tile, i), self._call.turns
+        if key not in turns:
+            turns[key] = Semaphore(self._machine, f"turns of dQ{key}")
+        return turns[key]
+
+    def add_dq(self, tile, i, dq):
+        """Sums += dQ, for the queries of step ``i``."""
+        call, c = self._call, self._config
+        (entry, head, block), (rows, columns) = self._key(tile, i), self._dq_part()
+        if c.ordered and call.tiles.rank(tile, i) >= 0:  # as a write: the order matters
+            at = hash((entry, head, block, self._warp))
+            Region(call.memory, f"dQ[{entry, head, block}]", at, at + 1, (1, 1)).touch(True)
+        first = block * c.tile_m
+        call.sums[entry, head, first + rows.start : first + rows.stop, columns] += dq
+
+    def store(self, tile):
+        """dK (scaled) and dV, through the memory of K and V."""
+        call, c, where = self._call, self._config, self._call.tiles.where(tile)
+        results = {"dk": self._dk * np.float32(call.options.softmax_scale), "dv": self._dv}
+        for name, x in results.items():
+            self._memory[name][self._warp].write(round_to_16_bit(x, c.bf16))
+        self.sync()
+        first = tile.n_block * c.tile_n
+        for name, target in (("dk", call.dk), ("dv", call.dv)):
+            rows = np.concatenate(
+                [
+                    np.concatenate(
+                        [part.read() for part in self._memory[name][w :: c.key_warps]], 1
+                    )
+                    for w in range(c.key_warps)
+                ]
+            )
+            mine = range(self._warp, min(c.tile_n, where.stored_k - first), c.warps)
+            for row in mine:  # some of them each, whichever
+                at = (where.entry_k, where.row_k + first + row, tile.head_kv)
+                target[at] = rows[row, : target.shape[3]]
+
+
+@dataclass(frozen=True)
+class Variation:
+    """What a run may change, to see whether it matters; as in ``sm80_fwd``."""
+
+    roles: type = BackwardRoles
+    strict: bool = True
+
+
+def simulate_backward(
+    config: BackwardConfig,
+    tensors,
+    options: CallOptions | float,
+    workers=2,
+    seed=0,
+    variation=None,
+    dlse=None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Run the kernel's role on every tile of a problem; arguments and result as of ``sm90_bwd.simulate_backward``.
+
+    ``workers`` is not used: each tile has a CTA of its own.
+
+    Raises:
+        Hazard: the schedule deadlocks or breaks a rule of the hardware.
+    """
+    options = options if isinstance(options, CallOptions) else CallOptions(options)
+    packed = [x.ndim == 3 for x in tensors[:2]]
+    if dlse is not None and packed[0]:
+        dlse = dlse[None]
+    tensors = batched(tensors, packed)
+    q, call = tensors[0], None
+    machines = backward_machines(config, tensors, options, workers, seed, variation, dlse)
+    for machine, made in machines:
+        machine.run()
+        call = made
+    dq = round_to_16_bit(call.sums * np.float32(options.softmax_scale), config.bf16)
+    side, _ = sides_of(config, q, tensors[1], options)
+    dq = to_rows(side, dq, np.full(q.shape, np.nan, np.float32))
+    results = ((dq, packed[0]), (call.dk, packed[1]), (call.dv, packed[1]))
+    return tuple(x[0] if is_packed else x for x, is_packed in results)
+
+
+def backward_machines(config, tensors, options, workers, seed, variation=None, dlse=None):
+    """Yield the machine and the call of every CTA, ready to run; arguments as of ``simulate_backward``.
+
+    CTAs that wait for one another's additions are all in one machine; its call is that of the last of them.
+    """
+    (q, k, v, out, lse, dout), variation = tensors, variation or Variation()
+    (_, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
+    options = options if isinstance(options, CallOptions) else CallOptions(options)
+    sides = sides_of(config, q, k, options)
+    batch, ratio = sides[0].batch, heads // heads_kv
+    if options.alibi_slopes is not None:
+        slopes = np.asarray(options.alibi_slopes, np.float32)
+        options = options._replace(alibi_slopes=np.broadcast_to(slopes, (batch, heads)))
+    window = (side if side >= 0 else None for side in (options.window_left, options.window_right))
+    blocks = config.blocks(*window)
+    if config.varlen:
+        ctas = tiles_of_ctas(config, blocks, sides, (heads_kv, ratio), ALL, 1 + seed % 7)
+    else:
+        grid = KvGrid(ceil_div(seqlen_k, config.tile_n), heads_kv, batch, ratio)
+        section, lengths = 1 + seed % grid.head_count, (seqlen_q, seqlen_k)
+        ctas = [
+            KvTileSchedule(blocks, grid, section, number, grid.total, *lengths)
+            for number in range(grid.total)
+        ]
+    dk, dv = (np.full(x.shape, np.nan, np.float32) for x in (k, v))
+    entries, slots = slots_and_entries(sides[0])
+    sums = np.zeros((entries, heads, slots * config.tile_m, config.tile_d), np.float32)
+    statistics = prepare(sides[0], out, lse, dout, dlse)
+    check_graph(config.graph, SMEM_LIMIT)
+    machine = None
+    for number, tiles in enumerate(ctas):
+        if machine is None or not config.turns:
+            machine, turns = Machine(seed + number, variation.strict), {}
+            memory = Space(machine, proxies=False)
+        call = Call(config, q, k, v, dout, *statistics, dk, dv, sums, options, tiles, turns, memory)
+        _fill_cta(machine, call, variation, f"cta{number}." if config.turns else "")
+        if number == len(ctas) - 1 or not config.turns:
+            yield machine, call
+
+
+def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str):
+    """Memory, barrier and warps of one CTA, by the config's graph."""
+    c, space = call.config, Space(machine)
+    bases, memory = c.graph.addresses(), {}
+    for name in ("k", "v"):
+        memory[name] = CopiedRows(space, prefix + name, bases[name], c.rows(name), c.warps)
+    for name in ("q", "do"):
+        rows = c.rows(name)
+        memory[name] = [
+            CopiedRows(space, f"{prefix}{name}[{s}]", bases[name] + s * rows.nbytes, rows, c.warps)
+            for s in range(c.stages)
+        ]
+    for name in ("lse", "delta"):
+        nbytes = c.statistics_bytes
+        memory[name] = [
+            Region(
+                space, f"{prefix}{name}[{s}]", bases[name] + s * nbytes, bases[name] + (s + 1) * nbytes,
+                (c.tile_m,),
+            )
+            for s in range(c.stages)
+        ]  # fmt: skip
+    for name, width in (("ds", c.tile_m), ("p", c.tile_m), ("dk", c.tile_d), ("dv", c.tile_dv)):
+        if name not in bases:
+            continue
+        nbytes = ATOM_ROWS * width // c.splits * ELEMENT_BYTES
+        memory[name] = []
+        for warp in range(c.warps):  # those with the same keys side by side
+            at = bases[name] + (warp % c.key_warps * c.splits + warp // c.key_warps) * nbytes
+            shape = (ATOM_ROWS, width // c.splits)
+            memory[name].append(
+                Region(space, f"{prefix}{name} of warp {warp}", at, at + nbytes, shape)
+            )
+    barrier = Barrier(machine, f"{prefix}__syncthreads", c.warps)
+    differentiate, schedule = plain(variation.roles.differentiate), variation.roles()
+    for warp in range(c.warps):
+        ops = WarpOps(machine, call, warp, memory, barrier)
+        machine.spawn(f"{prefix}warp {warp}", differentiate, schedule, ops, call.tiles)

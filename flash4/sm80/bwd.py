@@ -1,0 +1,167 @@
+"""Backward attention for Ampere, and for newer cards without kernels of their own: host code and launch.
+
+Each tile of keys has its own CTA. The kernels before and after it are ``passes.bwd_prepare`` and ``passes.bwd_finish``.
+Config is in ``bwd_config``, the schedule in ``bwd_roles``, its verbs in ``bwd_ops``.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.memory import SmemAllocator
+
+from flash4.common.graph import WARP
+from flash4.common.kv_sequences import SequenceSchedule, Side, find_tile
+from flash4.common.kv_tiles import KvGrid, KvTileSchedule
+from flash4.common.numerics import LOG2E
+from flash4.common.warps import Warp
+from flash4.sm80.bwd_config import BackwardConfig
+from flash4.sm80.bwd_ops import BackwardOps, RunTime, Shared
+from flash4.sm80.bwd_roles import BackwardRoles
+from flash4.sm80.fwd import LENGTHS
+from flash4.sm80.fwd_config import SMEM_ALIGN
+from flash4.sm80.products import element
+
+TURNS = 2  # counters of a block, of which one is used
+
+
+class FoundTiles(SequenceSchedule):
+    """The one tile of a CTA, which its warps find by themselves; ``number`` and ``warp`` are set beside the fields."""
+
+    def first(self):
+        """Return the tile; it is not valid if there is none of this number."""
+        return find_tile(self, self.warp, self.number)
+
+
+class BackwardSm80:
+    """One Ampere backward kernel."""
+
+    def __init__(self, config: BackwardConfig):
+        self.config = config
+        self.roles = BackwardRoles()
+
+    def fake_arguments(self):
+        """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
+        c, fake = self.config, cute.runtime.make_fake_tensor
+        batch, heads, heads_kv = cute.sym_int(), cute.sym_int(), cute.sym_int()
+        batch_k = batch if c.cu_q == c.cu_k else cute.sym_int()  # packed: a batch of one
+        seqlen_q, seqlen_k, padded, blocks = (cute.sym_int() for _ in range(4))
+        head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
+
+        def sym(divisibility):
+            return cute.sym_int64(divisibility=divisibility)
+
+        def tensor(*shape):
+            strides = (sym(8), sym(8), sym(8), 1)  # cp.async: multiples of 16 bytes
+            return fake(element(c), shape, stride=strides, assumed_align=16)
+
+        def floats(*shape):
+            strides = (*(sym(4) for _ in shape[1:]), 1)
+            return fake(Float32, shape, stride=strides, assumed_align=16)
+
+        def vector(dtype, *shape):
+            strides = (*(sym(1) for _ in shape[1:]), 1)
+            return fake(dtype, shape, stride=strides, assumed_align=4)
+
+        optional = {
+            "alibi_slopes": vector(Float32, cute.sym_int(), heads),
+            "turns": vector(Int32, batch, heads, blocks, TURNS),
+            **{name: vector(Int32, cute.sym_int()) for name in LENGTHS},
+        }
+        tensors = (
+            tensor(batch, seqlen_q, heads, head_dim),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
+            tensor(batch, seqlen_q, heads, head_dim_v),
+            floats(batch, heads, padded),
+            floats(batch, heads, padded),
+            floats(batch, heads, blocks, c.tile_m * c.tile_d),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
+            *(optional[name] for name in c.optional_tensors),
+        )
+        sides = ("left", "right")
+        numbers = tuple(Int32(1) if name in sides else Float32(1) for name in c.numbers)
+        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        return (tensors, numbers, Int32(1), stream)
+
+    @cute.jit
+    def __call__(
+        self,
+        tensors,  # q, k, v, dout (B, S, H, D); lse, delta (B, H, padded Sq), dq (B, H, blocks, ..) float32; dk, dv, ..
+        numbers: tuple,  # Float32 or Int32, named by the config
+        section: Int32,
+        stream,
+    ):
+        """Launch one CTA for each tile of keys."""
+        c = self.config
+        q, k, v, do, lse, delta, sums, dk, dv, *optional = tensors
+        optional = dict(zip(c.optional_tensors, optional, strict=True))
+        numbers = dict(zip(c.numbers, numbers, strict=True))
+        cu_q, cu_k, used_q, used_k = (optional.get(name) for name in LENGTHS)
+        batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
+        queries = Side(batch, q.shape[1], c.tile_m, cu_q, used_q)
+        keys = Side(batch, k.shape[1], c.tile_n, cu_k, used_k)
+        grid = KvGrid(
+            n_blocks=keys.slots if c.cu_k else cute.ceil_div(k.shape[1], c.tile_n),
+            heads_kv=k.shape[2],
+            batch=k.shape[0],
+            ratio=q.shape[2] // k.shape[2],
+        )
+        run_time = RunTime(
+            lse=lse,
+            delta=delta,
+            sums=sums,
+            scale=numbers["scale"],
+            cap_log2=numbers["cap"] * LOG2E if c.softcap else None,
+            cap_scale=numbers.get("cap_scale"),
+            slopes=optional.get("alibi_slopes"),
+            turns=optional.get("turns"),
+        )
+        sides = (numbers.get("left"), numbers.get("right"))
+        order = (section, (queries, keys) if c.varlen else None)
+        self.kernel((q, k, v, do, dk, dv), run_time, sides, grid, order).launch(
+            grid=(grid.total, 1, 1),
+            block=(c.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=c.ctas_per_sm,
+            preferred_smem_carveout=100,  # percent; without it the DSL would ask a driver
+        )
+
+    @cute.kernel
+    def kernel(self, tensors: tuple, run_time: RunTime, sides: tuple, grid: KvGrid, order: tuple):
+        """One tile."""
+        c, (q, k, v, do, dk, dv) = self.config, tensors
+        thread, _, _ = cute.arch.thread_idx()
+        index, _, _ = cute.arch.block_idx()
+        section, found = order
+        blocks = c.blocks(*sides)
+        if cutlass.const_expr(c.varlen):
+            tiles = FoundTiles(blocks, grid, *found, section, c.least_heads)
+            object.__setattr__(tiles, "warp", Warp(thread % WARP))
+            object.__setattr__(tiles, "number", index)
+        else:
+            tiles = KvTileSchedule(blocks, grid, section, index, 1, q.shape[1], k.shape[1])
+        smem = SmemAllocator()
+        at = {
+            name: smem.allocate(nbytes, byte_alignment=SMEM_ALIGN).toint()
+            for name, nbytes in c.graph.allocations().items()
+        }
+        ops = BackwardOps(
+            config=c,
+            tiles=tiles,
+            run_time=run_time,
+            q=q,
+            k=k,
+            v=v,
+            do=do,
+            dk_out=dk,
+            dv_out=dv,
+            shared=Shared(
+                **{name: at.get(name) for name in ("q", "k", "v", "do", "ds", "p", "lse", "delta")}
+            ),
+            dk_acc=cute.make_rmem_tensor((4, c.tile_d // 8 // c.splits, 1), Float32),
+            dv_acc=cute.make_rmem_tensor((4, c.tile_dv // 8 // c.splits, 1), Float32),
+            thread=thread,
+            warp=cute.arch.make_warp_uniform(thread // WARP),
+        )
+        self.roles.differentiate(ops, tiles)

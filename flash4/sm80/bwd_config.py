@@ -1,0 +1,302 @@
+"""Configuration of the Ampere backward: every compile-time fact, DSL-free."""
+
+from dataclasses import dataclass
+
+from flash4.common.geometry import QueryBlocks
+from flash4.common.graph import WARP, Buffer, PipelineGraph, Role, launch_registers
+from flash4.sm80.fwd_config import (
+    ATOM_ROWS,
+    CTA_RESERVED,
+    DIM_STEP,
+    MAX_HEAD_DIM,
+    MAX_REGISTERS,
+    SMEM_ALIGN,
+    padded_head_dim,
+)
+from flash4.sm80.shared_rows import SharedRows
+
+FLOAT_BYTES = 4
+UNEVEN_SECTION_HEADS = 16  # whose tiles, longest first, balance well and still share L2
+
+# Features of a call whose gradients are not built: field of the problem -> what to ask for instead.
+UNBUILT = {
+    "score_mod": "leave score_mod at None",
+    "mask_mod": "leave mask_mod at None",
+}
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Compile-time facts of one Ampere backward kernel; ints and bools only, and it is the cache key.
+
+    Attributes:
+        bf16: bfloat16 inputs and gradients; float16 otherwise.
+        tile_d: head dim of Q, K, dQ and dK, padded (copies fill with zeros).
+        tile_dv: head dim of V, dO and dV, padded.
+        tile_m: queries per step.
+        causal: bottom-right causal mask.
+        warps: of a CTA.
+        key_warps: that share the keys of a tile, 16 to each; more warps than that split queries, and columns of dK and
+            dV, among them.
+        stages: slots of Q and dO. With one the next step's are copied when this one is done.
+        ctas_per_sm: CTAs that share a multiprocessor: registers are limited accordingly.
+        left: a window limits the keys before a query's own position; its side is a run-time value.
+        right: a window limits the keys after it, and lets some through (none is ``causal``).
+        softcap: scores are capped; the cap is a run-time value.
+        alibi: scores lose a slope of their head times the distance between query and key.
+        ordered: tiles add to dQ in a fixed order, so that it is bitwise repeatable.
+        cu_q: queries are packed, one sequence behind the other.
+        cu_k: keys and values are packed.
+        used_q: queries in use are counted for each sequence.
+        used_k: keys in use are counted for each sequence.
+    """
+
+    bf16: bool
+    tile_d: int
+    tile_dv: int
+    tile_m: int
+    causal: bool
+    warps: int = 8
+    key_warps: int = 8
+    stages: int = 2
+    ctas_per_sm: int = 1
+    left: bool = False
+    right: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    ordered: bool = False
+    cu_q: bool = False
+    cu_k: bool = False
+    used_q: bool = False
+    used_k: bool = False
+
+    def __post_init__(self):
+        for name, size in (("tile_d", self.tile_d), ("tile_dv", self.tile_dv)):
+            if size % DIM_STEP or not DIM_STEP <= size <= MAX_HEAD_DIM:
+                raise ValueError(f"{name} is {size}; supported are multiples of {DIM_STEP} to 256")
+        if self.warps not in (4, 8) or self.warps not in (self.key_warps, 2 * self.key_warps):
+            raise ValueError(
+                f"{self.warps} warps, {self.key_warps} to the keys; supported are 4 and 8, all or half of them"
+            )
+        if self.tile_m % DIM_STEP or self.tile_m <= 0:
+            raise ValueError(f"tile_m is {self.tile_m}; supported are multiples of {DIM_STEP}")
+        if query_warps(self.tile_m, self.tile_d, self.warps) is None:
+            raise ValueError(
+                f"dQ of {self.tile_m} by {self.tile_d} cannot be shared out to {self.warps} warps"
+            )
+        if self.stages not in (1, 2):
+            raise ValueError(f"stages is {self.stages}; supported are 1 and 2")
+        if self.causal and self.right:
+            raise ValueError("causal and right exclude each other: causal is a right side of 0")
+
+    ctas = 1  # that work on a tile together, as configs of all architectures call them
+    # What other backwards may do: this one adds to zeros, and is followed by the kernel that converts.
+    first_stores = chained = handed_out = swap_dq = False
+
+    @property
+    def dq_width(self) -> int:
+        """Head dims of dQ as it is summed."""
+        return self.tile_d
+
+    @property
+    def splits(self) -> int:
+        """Warps that share 16 keys."""
+        return self.warps // self.key_warps
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return self.warps * WARP
+
+    @property
+    def tile_n(self) -> int:
+        """Keys per tile."""
+        return self.key_warps * ATOM_ROWS
+
+    @property
+    def query_warps(self) -> int:
+        """Warps that share the queries of dQ; the others split its columns."""
+        return query_warps(self.tile_m, self.tile_d, self.warps)
+
+    @property
+    def dq_shape(self) -> tuple[int, int]:
+        """(queries, columns) of dQ that one warp multiplies."""
+        return self.tile_m // self.query_warps, self.tile_d * self.query_warps // self.warps
+
+    def blocks(self, left=None, right=None) -> QueryBlocks:
+        """Which blocks of queries a tile visits; the sides of the window are those that the config says there are."""
+        if (left is not None, right is not None) != (self.left, self.right):
+            raise ValueError(f"window ({left}, {right}) for {self}")
+        return QueryBlocks(self.tile_m, self.tile_n, self.causal, left, right)
+
+    def lengths_obstacle(self, seqlen_q: int, seqlen_k: int) -> str | None:
+        """Why the kernel cannot run with such lengths; it can with all."""
+        return None
+
+    @property
+    def varlen(self) -> bool:
+        """Lengths of sequences are known on the GPU only."""
+        return self.cu_q or self.cu_k or self.used_q or self.used_k
+
+    ragged_q = ragged_k = False  # of tensors that must have whole rows to an entry: none must
+
+    @property
+    def turns(self) -> bool:
+        """Whether tiles wait for others' additions to dQ."""
+        return self.ordered
+
+    @property
+    def least_heads(self) -> int:
+        """Heads of a section of a sequence, if it has so many: those of different lengths fill each other's gaps."""
+        return UNEVEN_SECTION_HEADS if self.causal or self.ordered else 1
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """Numbers that the launch takes, in order; see the Hopper backward's."""
+        given = {
+            "cap": self.softcap,
+            "cap_scale": self.softcap,
+            "left": self.left,
+            "right": self.right,
+        }
+        return ("scale", *(name for name, present in given.items() if present))
+
+    @property
+    def optional_tensors(self) -> tuple[str, ...]:
+        """Tensors that the launch takes after dk and dv, in order."""
+        given = {
+            "alibi_slopes": self.alibi,
+            "turns": self.turns,
+            "cu_seqlens_q": self.cu_q,
+            "cu_seqlens_k": self.cu_k,
+            "seqused_q": self.used_q,
+            "seqused_k": self.used_k,
+        }
+        return tuple(name for name, present in given.items() if present)
+
+    def rows(self, name: str) -> SharedRows:
+        """An array in shared memory; of q and do a slot."""
+        shapes = {
+            "q": (self.tile_m, self.tile_d),
+            "do": (self.tile_m, self.tile_dv),
+            "k": (self.tile_n, self.tile_d),
+            "v": (self.tile_n, self.tile_dv),
+            "p": (self.tile_n, self.tile_m),
+            "ds": (self.tile_n, self.tile_m),
+        }
+        return SharedRows(*shapes[name])
+
+    @property
+    def statistics_bytes(self) -> int:
+        """Bytes of LSE, or of D, of a step's queries."""
+        return self.tile_m * FLOAT_BYTES
+
+    @property
+    def graph(self) -> PipelineGraph:
+        """The one role, and shared memory; slots need no barriers but that of the CTA."""
+        role = Role("differentiate", range(self.warps // 4), self.warps, self.registers)
+        once = ("k", "v", "ds", "p") if self.splits > 1 else ("k", "v", "ds")
+        buffers = (
+            *(Buffer(name, self.rows(name).nbytes) for name in once),
+            *(Buffer(name, self.stages * self.rows(name).nbytes) for name in ("q", "do")),
+            *(Buffer(name, self.stages * self.statistics_bytes) for name in ("lse", "delta")),
+            Buffer("dk", self.rows("k").nbytes, borrows="k"),
+            Buffer("dv", self.rows("v").nbytes, borrows="v"),
+        )
+        return PipelineGraph(roles=(role,), rings=(), buffers=buffers)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA; each array begins at a multiple of the swizzle's."""
+        sizes = self.graph.allocations().values()
+        return sum(-(-nbytes // SMEM_ALIGN) * SMEM_ALIGN for nbytes in sizes)
+
+    @property
+    def registers(self) -> int:
+        """Registers that a thread may have; the last of 256 is out of reach."""
+        threads = self.threads * self.ctas_per_sm
+        return min(launch_registers(threads) // threads, MAX_REGISTERS)
+
+
+def query_warps(tile_m: int, tile_d: int, warps: int) -> int | None:
+    """How many of the warps share the queries of dQ: each has as square a part as can be; None if no number will do."""
+    for rows in (2 * ATOM_ROWS, ATOM_ROWS):
+        shares = tile_m // rows
+        if warps % shares == 0 and tile_d % (warps // shares * ATOM_ROWS) == 0:
+            return shares
+    return None
+
+
+@dataclass(frozen=True)
+class BackwardCard:
+    """A kind of GPU that this kernel serves; as ``fwd_config.Card``."""
+
+    smem_bytes: int
+    sm_smem_bytes: int
+    newer: str = ""
+
+    def can_implement(self, problem) -> str | None:
+        """Why this kernel cannot run the backward of a problem, or None if it can."""
+        for name, instead in UNBUILT.items():
+            if getattr(problem, name):
+                return f"gradients with {name} are not built yet; {instead}"
+        for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+            if size > MAX_HEAD_DIM:
+                return f"takes {name} up to {MAX_HEAD_DIM}, not {size}"
+        return None
+
+    def holds(self, config: BackwardConfig) -> bool:
+        """Whether its shared memory holds as many CTAs as the config says."""
+        needed = config.smem_bytes + SMEM_ALIGN
+        together = config.ctas_per_sm * (needed + CTA_RESERVED)
+        return needed <= self.smem_bytes and together <= self.sm_smem_bytes
+
+    def choose_config(self, problem) -> tuple[BackwardConfig, tuple[str, ...]]:
+        """Configuration for a problem that ``can_implement`` accepts, and the reasons for it."""
+        import torch
+
+        dims = (padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+        features = {
+            "left": problem.window_left,
+            "right": problem.window_right,
+            "softcap": problem.softcap,
+            "alibi": problem.alibi,
+            "ordered": problem.deterministic,
+            "cu_q": problem.cu_q,
+            "cu_k": problem.cu_k,
+            "used_q": problem.used_q,
+            "used_k": problem.used_k,
+        }
+        bf16 = problem.dtype == torch.bfloat16
+        configs = (
+            BackwardConfig(bf16, *dims, causal=problem.causal, **tile, **features)
+            for tile in tiles_for(*dims, problem.causal)
+        )
+        config = next(config for config in configs if self.holds(config))
+        whose = f"{self.newer} of its own are not built for this card: " if self.newer else ""
+        return config, (
+            f"{whose}Ampere instructions serve it",
+            f"{config.tile_n} keys by {config.tile_m} queries, {config.stages} slots: {config.smem_bytes} bytes of "
+            f"shared memory, of {self.sm_smem_bytes}",
+        )
+
+
+A100 = BackwardCard(163 << 10, 164 << 10)  # 8.0, 8.7
+SMALL = BackwardCard(99 << 10, 100 << 10)  # 8.6, 8.9
+CONSUMER_BLACKWELL = BackwardCard(99 << 10, 100 << 10, "kernels")  # 12.0, 12.1
+HOPPER = BackwardCard(227 << 10, 228 << 10)  # which has its own, but may try this one
+
+
+def tiles_for(tile_d: int, tile_dv: int, causal: bool) -> list[dict]:
+    """Fields that shape a tile, the fastest first; what a card cannot hold is passed over. Measured: bench/NOTES.md."""
+    wide = max(tile_d, tile_dv)
+    if wide <= 64:
+        tiles = [(64, 4, 4, 2, 3), (64, 4, 4, 2, 2), (64, 4, 4, 2, 1)]
+    elif wide <= 128:
+        tiles = [(64, 4, 4, 2, 2), (64, 8, 8, 2, 1), (32, 4, 4, 2, 1)]
+    else:  # a step's copies ahead pay only where a mask makes steps of different lengths
+        tiles = [(64, 8, 4, 2, 1), (64, 8, 4, 1, 1)][:: 1 if causal else -1]
+        tiles += [(32, 8, 4, 2, 1), (32, 4, 2, 2, 1), (32, 4, 2, 1, 1)]
+    names = ("tile_m", "warps", "key_warps", "stages", "ctas_per_sm")
+    found = [dict(zip(names, tile, strict=True)) for tile in tiles]
+    return [tile for tile in found if query_warps(tile["tile_m"], tile_d, tile["warps"])]

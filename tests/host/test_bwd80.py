@@ -1,0 +1,142 @@
+"""The Ampere backward without a GPU: memory, who has which part of dQ, and its own role in plain Python."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from flash4 import reference
+from flash4.common.fragments import warp_dq_place
+from flash4.interface import options_of
+from flash4.passes.bwd_config import passes_of
+from flash4.problem import AttentionProblem
+from flash4.sim.explore import explore
+from flash4.sim.sm80_bwd import backward_machines, simulate_backward
+from flash4.sm80 import bwd_config
+from flash4.sm80.bwd_config import BackwardConfig
+from flash4.sm80.fwd_config import CTA_RESERVED, SMEM_ALIGN
+from tests import strategies
+from tests.checks import assert_gradients_close
+from tests.gpu.gradients import is_built
+
+CARDS = {
+    name: getattr(bwd_config, name) for name in ("A100", "SMALL", "CONSUMER_BLACKWELL", "HOPPER")
+}
+FEATURES = ({}, {"causal": True}, {"window_left": True, "softcap": True}, {"cu_q": True})
+TINY = BackwardConfig(True, 32, 32, 32, False, warps=4, key_warps=4)
+
+
+def problem(head_dim, head_dim_v, **facts):
+    return AttentionProblem(torch.bfloat16, 1, 4096, 4096, 4, 2, head_dim, head_dim_v, **facts)
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+def test_every_config_fits_its_card(card):
+    for head_dim, head_dim_v, facts in product(range(8, 257, 24), (8, 64, 128, 200, 256), FEATURES):
+        config, _ = card.choose_config(problem(head_dim, head_dim_v, **facts))
+        needed = config.smem_bytes + SMEM_ALIGN
+        assert needed <= card.smem_bytes
+        assert config.ctas_per_sm * (needed + CTA_RESERVED) <= card.sm_smem_bytes
+        assert config.threads * config.ctas_per_sm * config.registers <= 65_536
+
+
+def shipped():
+    """All tiles that ship, whatever the card."""
+    found = set()
+    for card, d, dv in product(CARDS.values(), range(32, 257, 32), (32, 128, 256)):
+        found.add(card.choose_config(problem(d, dv))[0])
+    return sorted(found, key=repr)
+
+
+@pytest.mark.parametrize(
+    "config", shipped(), ids=lambda c: f"{c.tile_m}x{c.tile_d} {c.warps}/{c.key_warps}"
+)
+def test_each_number_of_dq_has_one_place(config):
+    """Those of all threads at once are neighbours, and the kernel behind knows where each belongs."""
+    _, finish = passes_of(config, False)
+    places = [warp_dq_place(finish, n) for n in range(config.tile_m * config.tile_d)]
+    assert set(places) == set(product(range(config.tile_m), range(config.tile_d)))
+    queries, columns = config.dq_shape
+    for thread in range(0, config.threads, 37):
+        mine = [places[n] for n in range(thread, len(places), config.threads)]
+        rows, cols = zip(*mine)
+        first = thread // 32 % config.query_warps * queries
+        assert all(first <= row < first + queries for row in rows)
+        assert max(cols) - min(cols) < columns
+
+
+TILES = (
+    {"warps": 4, "key_warps": 4},
+    {"warps": 4, "key_warps": 4, "stages": 1},
+    {"warps": 4, "key_warps": 2},
+    {"warps": 8, "key_warps": 4, "tile_m": 64},
+)
+
+
+@settings(max_examples=50)
+@given(
+    strategies.problems(max_seqlen=150, max_scores=2**14), st.sampled_from(TILES), st.booleans(),
+    st.integers(0, 2**16),
+)  # fmt: skip
+def test_gradients_of_every_feature(problem, tile, deterministic, seed):
+    inputs, keywords = problem.tensors(seed=seed), problem.keywords()
+    assume(all(x.numel() for x in inputs) and is_built(problem))
+    options = options_of(*inputs, **keywords)
+    facts = AttentionProblem.of_call(*inputs, options)
+    facts = replace(facts, deterministic=deterministic)
+    config, _ = bwd_config.HOPPER.choose_config(facts)
+    tile = {"tile_m": 32, "stages": 2} | tile
+    assume(bwd_config.query_warps(tile["tile_m"], config.tile_d, tile["warps"]))
+    config = replace(config, **tile)
+    out, lse = reference.attention(*inputs, return_lse=True, **keywords)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(problem.dtype)
+    for name in ("alibi_slopes",):
+        if getattr(options, name) is not None:
+            options = options._replace(**{name: getattr(options, name).float().numpy()})
+    arrays = [x.float().numpy() for x in (*inputs, out.to(problem.dtype), lse, dout)]
+    with np.errstate(invalid="ignore"):
+        gradients = simulate_backward(config, arrays, options, seed=seed)
+    gradients = tuple(torch.from_numpy(x).to(problem.dtype) for x in gradients)
+    assert_gradients_close(gradients, inputs, dout, **keywords)
+
+
+def test_a_fixed_order_gives_the_same_bits():
+    draw = np.random.default_rng(0).standard_normal
+    q, k, v, dout = (draw((1, n, 1, 32), np.float32) for n in (100, 300, 300, 100))
+    lse = np.full((1, 1, 100), 5, np.float32)
+    config = replace(TINY, ordered=True)
+    results = [
+        simulate_backward(config, (q, k, v, dout, lse, dout), 0.1, seed=seed) for seed in range(4)
+    ]
+    for other in results[1:]:
+        assert all(np.array_equal(a, b) for a, b in zip(other, results[0]))
+
+
+def test_every_order_of_a_small_problem():
+    draw = np.random.default_rng(0).standard_normal
+    q, k, v, dout = (draw((1, n, 1, 8), np.float32) for n in (64, 64, 64, 64))
+    lse = np.full((1, 1, 64), 5, np.float32)
+    machines = backward_machines(replace(TINY), (q, k, v, dout, lse, dout), 0.1, 1, 0)
+    machine, _ = next(machines)
+    machine.run()
+    assert explore(machine).states > len(machine.tasks)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tile_d": 48}, "tile_d is 48"),
+        ({"warps": 8, "key_warps": 2}, "8 warps, 2 to the keys"),
+        ({"tile_m": 16}, "tile_m is 16"),
+        ({"tile_m": 32, "tile_d": 96, "warps": 8, "key_warps": 8}, "cannot be shared out"),
+        ({"stages": 3}, "stages is 3"),
+        ({"causal": True, "right": True}, "exclude each other"),
+    ],
+)
+def test_configs_that_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(TINY, **change)
