@@ -1,8 +1,4 @@
-"""Schedule of the Ampere forward: what every warp of a CTA does for its tile.
-
-The same source is compiled for the GPU and run in plain Python by ``flash4.sim``. See ``docs/dsl-rules.md`` for what may
-stand here.
-"""
+"""Schedule of the Ampere forward: what every warp of a CTA does for its tile; runs in plain Python too (``flash4.sim``)."""
 
 import cutlass.cute as cute
 

@@ -91,7 +91,7 @@ def test_blackwell_without_a_gpu(folder, compiled):
         (
             [call()],
             {"arch": "sm_70"},
-            r"supported are \['sm_100a', 'sm_103a', 'sm_110a', 'sm_90a'\]",
+            r"supported are \['sm_100a', 'sm_103a', 'sm_110a', 'sm_120', 'sm_121', 'sm_80', .*'sm_90a'\]",
         ),
         ([{"q": 1}], {"arch": "sm_90a"}, "lacks q, k, v"),
         ([call()], {"arch": "sm_90a", "workers": 0}, "at least 1"),
