@@ -17,9 +17,20 @@ def accumulator_place(thread, group, number):
 
 def dq_place(config, part, thread, group, number):
     """(query, head dim) in a block of dQ of a number of warpgroup ``part``; ``config`` is a ``FinishConfig`` or that of the backward."""
+    if config.dq_lanes:
+        return _lane_place(config, part, thread, group * GROUP_NUMBERS + number)
     row, column = accumulator_place(thread, group, number)
     if config.swap_dq:
         return column, part * 64 + row
     if config.splits_queries:
         return part * 64 + row, column
     return row, part * (config.tile_d // 2) + column
+
+
+def _lane_place(config, part, thread, column):
+    """The same of sums as lanes of tensor memory have them: of one CTA, a query each, half of the head dims a part; or of a
+    pair, 64 queries a CTA, with the second half of the head dims in lanes from 64 on."""
+    half = config.tile_d // 2
+    if config.dq_lanes == 1:
+        return thread, part * half + column
+    return part * 64 + thread % 64, thread // 64 * half + column

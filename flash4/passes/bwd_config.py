@@ -23,6 +23,7 @@ class PrepareConfig:
         chained: the next kernel may be launched before this one has ended; it waits where it must.
         cu_q: queries are packed, as in ``sm90.bwd_config.BackwardConfig``.
         used_q: queries in use are counted.
+        negates: statistics are stored as -LSE and -D, for those who add them.
     """
 
     bf16: bool
@@ -36,11 +37,15 @@ class PrepareConfig:
     chained: bool = False
     cu_q: bool = False
     used_q: bool = False
+    negates: bool = False
 
 
 @dataclass(frozen=True)
 class FinishConfig:
-    """Facts of the kernel that makes dQ of its sums; fields as in ``sm90.bwd_config.BackwardConfig``."""
+    """Facts of the kernel that makes dQ of its sums; fields as in ``sm90.bwd_config.BackwardConfig``.
+
+    ``dq_lanes`` is 1 or 2 where the sums lie as lanes of tensor memory of so many CTAs have them, else 0.
+    """
 
     bf16: bool
     tile_m: int
@@ -49,6 +54,7 @@ class FinishConfig:
     chained: bool = False
     cu_q: bool = False
     used_q: bool = False
+    dq_lanes: int = 0
 
     @property
     def splits_queries(self) -> bool:
@@ -61,10 +67,11 @@ def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig | None]:
     lengths = (config.cu_q, config.used_q)
     prepare = PrepareConfig(
         config.bf16, config.tile_m, config.tile_d, config.tile_dv, dlse, config.turns,
-        config.handed_out, not config.first_stores, config.chained, *lengths,
+        config.handed_out, not config.first_stores, config.chained, *lengths, config.negates,
     )  # fmt: skip
     if config.converts:
         return prepare, None
     return prepare, FinishConfig(
-        config.bf16, config.tile_m, config.tile_d, config.swap_dq, config.chained, *lengths
+        config.bf16, config.tile_m, config.tile_d, config.swap_dq, config.chained, *lengths,
+        config.dq_lanes,
     )
