@@ -11,7 +11,7 @@ import numpy as np
 
 from flash4.common.dsl import plain
 from flash4.common.fragments import GROUP_NUMBERS, dq_place
-from flash4.common.geometry import ceil_div
+from flash4.common.geometry import Phase, ceil_div
 from flash4.common.graph import WARP, launch_registers
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.numerics import LOG2E
@@ -378,8 +378,14 @@ class ComputeOps(WarpOps):
     """Verbs of a warp of the ``compute`` role: 32 keys, and 32 queries of each half."""
 
     def phases(self, tile):
-        """Steps with a mask, then those without."""
+        """Steps with a mask, then those without; all with one if the kernel has but one loop."""
+        if self._config.crowded:
+            return (Phase(0, tile.steps, True),)
         return self._call.tiles.phases(tile)
+
+    def place(self, tile, i, phase):
+        """Where step ``i`` lies."""
+        return self._call.block_of(tile, i)
 
     def _columns(self):
         """Queries of this warp in a step."""
@@ -394,7 +400,7 @@ class ComputeOps(WarpOps):
         """S^T in registers."""
         return self._both("S", self._map.s())
 
-    def softmax(self, tile, i, scores, slot, phase):
+    def softmax(self, tile, place, scores, slot, phase):
         """(P^T, times the slope of a cap; P^T in 16 bit)."""
         c, options, columns = self._config, self._call.options, self._columns()
         scale = np.float32(options.softmax_scale)
@@ -407,14 +413,14 @@ class ComputeOps(WarpOps):
         else:
             x = scores * np.float32(scale * LOG2E)
         x = x + lse
-        x = self._change(tile, i, x, phase)
+        x = self._change(tile, place, x, phase)
         p = np.exp2(x)
         return p * slope, round_to_16_bit(p, c.bf16)
 
-    def _change(self, tile, i, x, phase):
+    def _change(self, tile, place, x, phase):
         """Slopes and mask."""
         call, c = self._call, self._config
-        batch, head, block = call.block_of(tile, i)
+        batch, head, block = place
         tiles, lengths = call.tiles, call.tiles.lengths(tile)
         query = block * TILE_M + self._columns()
         first_key = tile.n_block * c.tile_n + self._rank * ROWS + self._lanes.start
@@ -537,38 +543,43 @@ class ReduceOps(WarpOps):
         """Wait until what was staged before has been read."""
         self._bulk.wait_group(DQ_STAGES - 2, read=True)
 
-    def add_dq(self, tile, i, part):
+    def place(self, tile, i):
+        """Where step ``i`` lies, and whose it is."""
+        return (*self._call.block_of(tile, i), tile.index)
+
+    def add_dq(self, place, part):
         """Start the addition of a part, by the first warp."""
         if self._warp:
             return
-        key, c = (*self._call.block_of(tile, i), self._rank, part), self._config
+        (*block, index), c = place, self._config
+        key = (*block, self._rank, part)
         for warp in range(WARPS):
-            region, place = self._memory.dq(part % DQ_STAGES, warp), (*key, warp)
-            if place not in self._call.sums:
+            region, at = self._memory.dq(part % DQ_STAGES, warp), (*key, warp)
+            if at not in self._call.sums:
                 ordered = c.ordered and not c.left  # tiles without a turn add zeros, in any order
-                total = Accumulator(self._machine, f"dQ{place}", region.shape, ordered)
-                self._call.sums[place] = total
-            self._bulk.reduce_add(region, self._call.sums[place], str(tile.index))
+                total = Accumulator(self._machine, f"dQ{at}", region.shape, ordered)
+                self._call.sums[at] = total
+            self._bulk.reduce_add(region, self._call.sums[at], str(index))
         self._bulk.commit_group()
 
-    def _turn(self, tile, i) -> Semaphore:
-        key = (*self._call.block_of(tile, i), self._rank)
+    def _turn(self, place) -> Semaphore:
+        key = (*place[:3], self._rank)
         if key not in self._call.turns:
             self._call.turns[key] = Semaphore(self._machine, f"turns of dQ{key}")
         return self._call.turns[key]
 
-    def wait_turn(self, tile, i):
+    def wait_turn(self, tile, place):
         """Wait until all tiles whose turn comes first have added theirs."""
-        rank = self._call.tiles.rank(tile, i)
+        rank = self._call.tiles.rank_of(tile, place[2])
         if self._config.ordered and not self._warp and rank >= 0:
-            self._turn(tile, i).wait(rank)
+            self._turn(place).wait(rank)
 
-    def pass_turn(self, tile, i):
+    def pass_turn(self, tile, place):
         """Wait until the addition is done, and let the next tile go."""
         if self._config.ordered and not self._warp:
             self._bulk.wait_group(0)
-            if self._call.tiles.rank(tile, i) >= 0:
-                self._turn(tile, i).add()
+            if self._call.tiles.rank_of(tile, place[2]) >= 0:
+                self._turn(place).add()
 
 
 class RelayOps:

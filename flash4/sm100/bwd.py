@@ -252,11 +252,18 @@ class BackwardSm100:
             at = warp - compute.warps.start
             self._run_compute(memory, self._tiles(*tiles), operands, run_time, at, thread)
         if warp < reduce.warps.stop:
-            cute.arch.setmaxregister_increase(reduce.registers)
+            self._set_registers(reduce.registers)
             self._run_reduce(memory, self._tiles(*tiles), run_time, warp, thread)
         if cutlass.const_expr(c.ctas > 1):  # neither CTA ends before the other is through with it
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    def _set_registers(self, registers):
+        """Give registers back, or take more than there are at the launch."""
+        if registers > self.graph.launch_registers // self.graph.threads:
+            cute.arch.setmaxregister_increase(registers)
+        else:
+            cute.arch.setmaxregister_decrease(registers)
 
     def _tiles(self, run_time, grid, section, seqlens):
         """This CTA's tiles, for a role."""

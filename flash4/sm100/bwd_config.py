@@ -17,7 +17,10 @@ STAT_BYTES = 2 * TILE_M * FLOAT_BYTES  # LSE and D of a step's queries
 DQ_STAGES = 2  # of the way out of dQ
 DQ_COLUMNS = 32  # of dQ that leave at a time; half of it in a pair
 REGISTERS = (144, 144, 80)  # reduce, compute, the others: ptxas spills least with these
+FEATURE_REGISTERS = (144, 152, 64)  # windows and slopes
+CAP_REGISTERS = (136, 160, 56)
 PAIR_REGISTERS = (136, 136, 104)
+PAIR_FEATURE_REGISTERS = (128, 160, 64)
 UNEVEN_SECTION_HEADS = 16  # whose tiles, longest first, balance well and still share L2
 SMEM_CYCLES = 128  # bytes that an SM's shared memory moves per cycle
 MMA_FLOPS = 8192  # dense 16-bit tensor operations of an SM per cycle
@@ -186,9 +189,25 @@ class BackwardConfig:
         return self.graph.smem_bytes <= SMEM_LIMIT
 
     @property
+    def _registers(self) -> tuple[int, int, int]:
+        """Of reduce, compute and the others; ptxas spills least with these."""
+        import os
+        if os.environ.get("REGS"): return eval(os.environ["REGS"])
+        if self.ctas == 2:
+            return PAIR_FEATURE_REGISTERS if self.softcap or self.alibi else PAIR_REGISTERS
+        if self.softcap:
+            return CAP_REGISTERS
+        return FEATURE_REGISTERS if self.left or self.right or self.alibi else REGISTERS
+
+    @property
+    def crowded(self) -> bool:
+        """Registers are too scarce for loops with and without a mask: all steps have one."""
+        return self.softcap and (self.left or self.alibi)
+
+    @property
     def graph(self) -> Graph:
         """Roles, rings, signals and memory."""
-        outs, soft, others = REGISTERS if self.ctas == 1 else PAIR_REGISTERS
+        outs, soft, others = self._registers
         names = {"mma": 12, "load": 13} | ({"relay": 14} if self.ctas == 2 else {})
         roles = {
             "reduce": Role("reduce", range(0, 4), outs),

@@ -13,7 +13,7 @@ from cutlass.experimental import primitives
 
 from flash4.common import numerics
 from flash4.common.fragments import GROUP_NUMBERS
-from flash4.common.geometry import choose
+from flash4.common.geometry import Phase, choose
 from flash4.common.numerics import LOG2E
 from flash4.sm100.bwd_config import DQ_STAGES, FLOAT_BYTES, TILE_M
 from flash4.sm100.bwd_graph import CHUNK, ROWS
@@ -51,6 +51,16 @@ class Lanes:
         source = cute.make_tensor(words.iterator, cute.make_layout(((columns, 1), 1, 1)))
         cute.copy(copy, source, copy.get_slice(self.thread).partition_D(window))
         cute.arch.fence_view_async_tmem_store()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a step lies; None of what its verbs do not ask."""
+
+    batch: object
+    head: object  # query head
+    block: object  # of queries
+    slope_log2: object = None  # of ALiBi, of the head
 
 
 def some(values, at, count):
@@ -94,8 +104,20 @@ class ComputeOps:
     warpgroup: object  # in the role
 
     def phases(self, tile):
-        """See ``KvSteps.phases``."""
+        """Steps with a mask, and others; all with one where registers are too scarce for several loops."""
+        if self.config.crowded:
+            return (Phase(0, tile.steps, True),)
         return self.tiles.phases(tile)
+
+    def place(self, tile, i, phase):
+        """Where step ``i`` lies, for masks and biases; before the waits, which hide what it takes."""
+        if not (phase.masked or self.config.alibi):
+            return None
+        block, head = self.tiles.place(tile, i)
+        slope = None
+        if self.config.alibi:
+            slope = self.run_time.slopes[tile.batch, head] * LOG2E
+        return Place(tile.batch, head, block, slope)
 
     def _vector(self, which, part, column, slot):
         """A statistic of four queries, the same for all threads of a warp."""
@@ -113,18 +135,16 @@ class ComputeOps:
         cute.arch.fence_view_async_tmem_load()
         return scores
 
-    def softmax(self, tile, i, scores, slot, phase):
+    def softmax(self, tile, place, scores, slot, phase):
         """P^T = exp2(scale_log2 S^T - LSE); hidden pairs give 0.
 
         Returns:
             (P^T, times the slope of a cap, over the scores; P^T in 16 bit).
         """
-        c, block = self.config, None
+        c = self.config
         probs = cute.make_rmem_tensor(PARTS * CHUNK, element(c))
-        if phase.masked or c.alibi:
-            block = self.tiles.place(tile, i)
         for part in range(PARTS):
-            seen, bias = self._seen(tile, block, part, phase), self._bias(tile, block, part)
+            seen, bias = self._seen(tile, place, part, phase), self._bias(tile, place, part)
             for column in range(0, CHUNK, PIECE):
                 at = part * CHUNK + column
                 slopes = self._exponents(scores, at, bias, column)
@@ -171,30 +191,30 @@ class ComputeOps:
                     x = cutlass.select_(kept, x, -Float32.inf)
                 scores[at + j + n] = cute.math.exp2(x, fastmath=True)
 
-    def _first_query(self, block, part):
-        return block[0] * TILE_M + self.tmem.loaded(self.warpgroup, part)
+    def _first_query(self, place, part):
+        return place.block * TILE_M + self.tmem.loaded(self.warpgroup, part)
 
     def _key(self, tile):
         return tile.n_block * self.config.tile_n + self.rank * ROWS + self.lanes.thread
 
-    def _seen(self, tile, block, part, phase):
+    def _seen(self, tile, place, part, phase):
         """A bit for each query of a part that sees this thread's key; None where all do."""
         if not phase.masked:
             return None
         blocks, where = self.tiles.blocks, (self._key(tile), *self.tiles.lengths(tile))
-        first = self._first_query(block, part)
+        first = self._first_query(place, part)
         seen = ~numerics.low_bits(blocks.query_begin(*where) - first)
         if self.config.left:
             seen = seen & numerics.low_bits(blocks.query_end(*where) - first)
         return seen
 
-    def _bias(self, tile, block, part):
+    def _bias(self, tile, place, part):
         """(slope of the head in log2 units, distance from this thread's key to a part's first query), or None."""
         if not self.config.alibi:
             return None
         seqlen_q, seqlen_k = self.tiles.lengths(tile)
-        distance = self._first_query(block, part) + seqlen_k - seqlen_q - self._key(tile)
-        return self.run_time.slopes[tile.batch, block[1]] * LOG2E, Float32(distance)
+        distance = self._first_query(place, part) + seqlen_k - seqlen_q - self._key(tile)
+        return place.slope_log2, Float32(distance)
 
     def store_p(self, probs):
         """P^T over S^T that this warpgroup has read."""
@@ -232,11 +252,13 @@ class ComputeOps:
 
     def store_ds(self, grads):
         """dS to shared memory, by panels of 64 queries; in a pair the peer's into the one that is sent."""
+        # Opaque: ptxas would keep the swizzled addresses of all pieces of the row in registers around the loop.
+        thread = numerics.opaque(self.lanes.thread)
         for part in range(PARTS):
             panel = part
             if self.config.ctas > 1:  # of the leader 0 and 2, of the peer 2 and 1
                 panel = 2 * self.rank if part == 0 else 2 - self.rank
-            row = self.sPanels[self.lanes.thread, None, panel]
+            row = self.sPanels[thread, None, panel]
             for column in range(0, CHUNK, PIECE):
                 target = cute.local_tile(row, (PIECE,), (self.warpgroup * (CHUNK // PIECE) + column // PIECE,))
                 cute.autovec_copy(some(grads, part * CHUNK + column, PIECE), target)
@@ -341,13 +363,17 @@ class ReduceOps:
         """Wait until what was staged before has been read."""
         cute.arch.cp_async_bulk_wait_group(DQ_STAGES - 2, read=True)
 
+    def place(self, tile, i):
+        """Where step ``i`` lies."""
+        block, head = self.tiles.place(tile, i)
+        return Place(tile.batch, head, block)
+
     @cute.jit
-    def add_dq(self, tile, i, part: cutlass.Constexpr):
+    def add_dq(self, place, part: cutlass.Constexpr):
         """Start the addition of a part to the sums, by the first warp."""
         if self.warp == 0:
             floats = self.config.dq_floats
-            block, head = self.tiles.place(tile, i)
-            sums = self.run_time.dq[tile.batch, head, block, None].iterator
+            sums = self.run_time.dq[place.batch, place.head, place.block, None].iterator
             target = sums + (self.rank * self.config.dq_steps + part) * floats
             source = self.sDQ[None, 0, 0, part % DQ_STAGES].iterator
             with cute.arch.elect_one():
@@ -360,27 +386,27 @@ class ReduceOps:
                 )
                 cute.arch.cp_async_bulk_commit_group()
 
-    def _turn(self, tile, i):
-        block, head = self.tiles.place(tile, i)
-        return self.run_time.turns[tile.batch, head, block, None].iterator + self.rank
+    def _turn(self, place):
+        turns = self.run_time.turns[place.batch, place.head, place.block, None]
+        return turns.iterator + self.rank
 
     @cute.jit
-    def wait_turn(self, tile, i):
+    def wait_turn(self, tile, place):
         """Wait until all tiles whose turn comes first have added theirs."""
         if cutlass.const_expr(self.config.ordered):
             if self.warp == 0:
-                turn, before = self._turn(tile, i), self.tiles.rank(tile, i)
+                turn, before = self._turn(place), self.tiles.rank_of(tile, place.block)
                 count = cute.arch.load(turn, Int32, sem="acquire", scope="gpu")
                 while count < before:
                     count = cute.arch.load(turn, Int32, sem="acquire", scope="gpu")
                 cute.arch.fence_proxy("async.global")  # the copy engine comes after this thread
 
     @cute.jit
-    def pass_turn(self, tile, i):
+    def pass_turn(self, tile, place):
         """Wait until the addition is done, and let the next tile go."""
         if cutlass.const_expr(self.config.ordered):
             if self.warp == 0:
-                turn, rank = self._turn(tile, i), self.tiles.rank(tile, i)
+                turn, rank = self._turn(place), self.tiles.rank_of(tile, place.block)
                 cute.arch.cp_async_bulk_wait_group(0)
                 cute.arch.fence_proxy("async.global")
                 counts = choose(rank >= 0, Int32(1), Int32(0))  # others have no turn

@@ -100,11 +100,12 @@ class BackwardRoles:
         while tile.valid:
             for phase in ops.phases(tile):  # masked steps, and others: unrolled
                 for i in range(phase.begin, phase.end):
+                    place = ops.place(tile, i, phase)
                     stat_slot = stat_consumer.wait_and_advance()
                     s_signal.wait()
                     scores = ops.load_s()
                     early_signal.post()  # pair: dQ(i-1) may take the second half of S
-                    weights, probs = ops.softmax(tile, i, scores, stat_slot, phase)
+                    weights, probs = ops.softmax(tile, place, scores, stat_slot, phase)
                     ops.store_p(probs)  # P^T = exp(scale S^T - LSE)
                     p_signal.post()
                     dp_signal.wait()
@@ -134,15 +135,16 @@ class BackwardRoles:
         tile = tiles.first()
         while tile.valid:
             for i in range(0, tile.steps):
+                place = ops.place(tile, i)
                 dq_signal.wait()
                 sums = ops.load_dq()
                 r_signal.post()
-                ops.wait_turn(tile, i)  # the tiles before have added theirs
+                ops.wait_turn(tile, place)  # the tiles before have added theirs
                 for part in ops.parts:
                     ops.stage_dq(sums, part)
                     ops.wait_read()  # so that the next part's place is free
                     reduce_meeting.sync()
-                    ops.add_dq(tile, i, part)
-                ops.pass_turn(tile, i)  # what was added is written
+                    ops.add_dq(place, part)
+                ops.pass_turn(tile, place)  # what was added is written
             tile = tiles.next(tile)
         ops.drain()
