@@ -10,6 +10,7 @@ from flash4.problem import AttentionProblem
 from flash4.sm90 import bwd_config as sm90_bwd
 from flash4.sm90 import bwd_wide_config as sm90_bwd_wide
 from flash4.sm90 import fwd_config as sm90_fwd
+from flash4.sm100 import bwd_config as sm100_bwd
 from flash4.sm100 import fwd_config as sm100_fwd
 
 # Every kernel: name, "module:class", architecture, module with can_implement(problem) and choose_config(problem). One that is
@@ -21,6 +22,9 @@ FORWARD_KERNELS = (
     ("sm100-fwd", "flash4.sm100.fwd:ForwardSm100", "sm_110a", sm100_fwd),
 )
 BACKWARD_KERNELS = (
+    ("sm100-bwd", "flash4.sm100.bwd:BackwardSm100", "sm_100a", sm100_bwd),
+    ("sm100-bwd", "flash4.sm100.bwd:BackwardSm100", "sm_103a", sm100_bwd),
+    ("sm100-bwd", "flash4.sm100.bwd:BackwardSm100", "sm_110a", sm100_bwd),
     ("sm90-bwd", "flash4.sm90.bwd:BackwardSm90", "sm_90a", sm90_bwd),
     ("sm90-bwd-wide", "flash4.sm90.bwd_wide:WideBackwardSm90", "sm_90a", sm90_bwd_wide),
 )
@@ -113,6 +117,8 @@ def _summary(p: AttentionProblem) -> str:
 def _explanations(plan) -> list[str]:
     lines = [f"  because {reason}" for reason in plan.reasons]
     lines += [f"  not {name}: {reason}" for name, reason in plan.rejected]
+    if plan.arch not in ARCHITECTURES.values():
+        lines.append("  not yet run on silicon: launched by `python -m flash4 selftest` alone")
     return lines + ([f"  copies {copy}" for copy in plan.copies] or ["  copies nothing"])
 
 

@@ -72,6 +72,11 @@ def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig | None]:
     if config.converts:
         return prepare, None
     return prepare, FinishConfig(
-        config.bf16, config.tile_m, config.tile_d, config.swap_dq, config.chained, *lengths,
+        config.bf16,
+        config.tile_m,
+        config.tile_d,
+        config.swap_dq,
+        config.chained,
+        *lengths,
         config.dq_lanes,
     )

@@ -11,7 +11,7 @@ import numpy as np
 
 from flash4.common.dsl import plain
 from flash4.common.fragments import GROUP_NUMBERS, dq_place
-from flash4.common.geometry import Phase, ceil_div
+from flash4.common.geometry import ceil_div
 from flash4.common.graph import WARP, launch_registers
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.numerics import LOG2E
@@ -19,13 +19,22 @@ from flash4.problem import CallOptions
 from flash4.sim.barriers import NamedBarrier, Semaphore
 from flash4.sim.bulk import Accumulator, BulkGroups, load
 from flash4.sim.bwd_sequences import sides_of
-from flash4.sim.cluster import Cluster, arrive_at, lane_called
+from flash4.sim.cluster import Cluster, lane_called
 from flash4.sim.limits import WarpRole, check_registers, check_tmem
 from flash4.sim.machine import Hazard, Machine, join
-from flash4.sim.memory import Region, Space
-from flash4.sim.signals import Edges, Signal, SignalSpec, TmaRing, TmaRingSpec, TmaSlot
+from flash4.sim.memory import Region
+from flash4.sim.signals import Edges, Signal, SignalSpec, TmaRing, TmaRingSpec
 from flash4.sim.sm90_bwd import prepare
 from flash4.sim.sm90_fwd import matmul, round_to_16_bit
+from flash4.sim.sm100_bwd_memory import (
+    WARPS,
+    Cursor,
+    Free,
+    Memory,
+    Nothing,
+    Producer,
+    panels_of,
+)
 from flash4.sim.sm100_fwd import pack_16_bit, unpack_16_bit
 from flash4.sim.tmem import TensorCore, Tmem, TmemPort
 from flash4.sm100.bwd_config import DQ_STAGES, STAT_BYTES, TILE_M, BackwardConfig
@@ -35,7 +44,6 @@ from flash4.sm100.bwd_roles import BackwardRoles
 from flash4.sm100.fwd_config import SMEM_LIMIT
 from flash4.sm100.fwd_graph import TMEM_COLUMNS
 
-WARPS = ROWS // WARP  # of a warpgroup
 PARTS = 2  # halves of a step's queries, of which each warpgroup has 32
 BARRIER_COMPUTE, BARRIER_REDUCE = 2, 3
 
@@ -71,112 +79,6 @@ class Call:
         return tile.batch, head, block
 
 
-class Memory:
-    """Shared memory of one CTA by the graph's map, in pieces as warps write them."""
-
-    def __init__(self, machine: Machine, config: BackwardConfig, cta):
-        self._space = cta.smem if cta else Space(machine)
-        self._bases, self._prefix = config.graph.addresses(), f"{cta.name}." if cta else ""
-        self._config = config
-
-    def _region(self, name, label, offset, shape, size) -> Region:
-        at = self._bases[name] + offset
-        return Region(self._space, self._prefix + label, at, at + int(np.prod(shape)) * size, shape)
-
-    def tile(self, name: str, slot: int = 0) -> Region:
-        """K, V, Q, dO, or in a pair K^T (256 keys, half of the head dims), Q^T and dO^T (queries, the same)."""
-        c = self._config
-        shapes = {
-            "k": (ROWS, c.tile_d), "v": (ROWS, c.tile_dv),
-            "q": (TILE_M // c.ctas, c.tile_d), "do": (TILE_M // c.ctas, c.tile_dv),
-            "kt": (c.tile_n, c.tile_d // 2), "qt": (TILE_M, c.tile_d // 2),
-            "dot": (TILE_M, c.tile_dv // 2),
-        }  # fmt: skip
-        shape = shapes[name]
-        nbytes = shape[0] * shape[1] * 2
-        return self._region(name, f"{name}[{slot}]", slot * nbytes, shape, 2)
-
-    def stat(self, slot: int) -> Region:
-        """-LSE and -D of a step's queries."""
-        return self._region("stat", f"stat[{slot}]", slot * STAT_BYTES, (2, TILE_M), 4)
-
-    def ds(self, panel: int, warp: int) -> Region:
-        """What a warp of ``compute`` writes of a panel: 32 keys, 32 queries."""
-        at = panel * self._config.panel_bytes + warp * CHUNK * WARP * 2
-        return self._region("ds", f"dS[{panel}] of warp {warp}", at, (WARP, CHUNK), 2)
-
-    def panel(self, panel: int) -> list[Region]:
-        """All of a panel."""
-        return [self.ds(panel, warp) for warp in range(2 * WARPS)]
-
-    def out(self, name: str, warp: int) -> Region:
-        """What a warp of ``compute`` writes of dK or dV, over K or V: 32 keys, half of the columns."""
-        columns = (self._config.tile_d if name == "k" else self._config.tile_dv) // 2
-        at = warp * WARP * columns * 2
-        return self._region(name, f"d{name.upper()} of warp {warp}", at, (WARP, columns), 2)
-
-    def dq(self, buffer: int, warp: int) -> Region:
-        """What a warp of ``reduce`` writes of a part of dQ: groups of 4 columns, its lanes, 4."""
-        c = self._config
-        shape = (c.dq_columns // GROUP_NUMBERS, WARP, GROUP_NUMBERS)
-        at = (buffer * WARPS + warp) * c.dq_columns * WARP * 4
-        return self._region("dq", f"dQ[{buffer}] of warp {warp}", at, shape, 4)
-
-
-class Producer:
-    """``load``'s end of a ring: who waits for a slot says how many bytes will come."""
-
-    def __init__(self, ring: TmaRing, rank: int, cta):
-        self._ring, self._rank, self._end = ring, rank, ring.producer(cta)
-
-    def acquire_and_advance(self, nbytes: int) -> TmaSlot:
-        """Wait until the next slot is free, and announce bytes at its barrier, in a pair those of both CTAs."""
-        return self._announce(self._end.acquire_and_advance(), nbytes)
-
-    def advance_unwaited(self, nbytes: int) -> TmaSlot:
-        """What a role does that forgets to wait."""
-        return self._announce(self._end.advance_unwaited(), nbytes)
-
-    def _announce(self, slot, nbytes):
-        if self._rank == 0 or not self._ring.shared:
-            arrive_at(slot.full, 1, nbytes * (2 if self._ring.shared else 1))
-        return slot
-
-
-class Cursor:
-    """A second consumer's end, of slots that have been waited for before."""
-
-    def __init__(self, ring: TmaRing, core: TensorCore):
-        self._end = ring.consumer(None, core)
-
-    def advance(self) -> TmaSlot:
-        """The next slot."""
-        return self._end.advance_unwaited()
-
-
-class Free:
-    """A warp's arrival that frees a slot."""
-
-    def __init__(self, barrier):
-        self._barrier = barrier
-
-    def post(self):
-        """Arrive."""
-        arrive_at(self._barrier)
-
-
-class Nothing:
-    """An end that this kind of kernel does not need."""
-
-    def post(self):
-        """Nothing."""
-
-    def wait(self):
-        """Nothing."""
-
-    skip = wait
-
-
 class LoadOps:
     """Verbs of the ``load`` role of one CTA."""
 
@@ -204,11 +106,15 @@ class LoadOps:
 
     def load_k(self, tile, slot):
         """This CTA's keys."""
-        self._fill(self._memory.tile("k"), self._keys(self._call.k, tile, self._rank * ROWS, ROWS), slot)
+        self._fill(
+            self._memory.tile("k"), self._keys(self._call.k, tile, self._rank * ROWS, ROWS), slot
+        )
 
     def load_v(self, tile, slot):
         """This CTA's values."""
-        self._fill(self._memory.tile("v"), self._keys(self._call.v, tile, self._rank * ROWS, ROWS), slot)
+        self._fill(
+            self._memory.tile("v"), self._keys(self._call.v, tile, self._rank * ROWS, ROWS), slot
+        )
 
     def load_kt(self, tile, slot):
         """All keys, half of their head dims."""
@@ -293,7 +199,9 @@ class MmaOps:
             return tuple(matmul(self._by_slices(x), b) for x in arrays[:ctas])
 
         operands = (*self._tiles(*source), *self._all(pair_name, slot))
-        self._core.issue(self._tiles(label, at, columns), product, operands, accumulate, f"{label} +=")
+        self._core.issue(
+            self._tiles(label, at, columns), product, operands, accumulate, f"{label} +="
+        )
 
     def dv(self, slot, accumulate):
         """dV += P^T dO."""
@@ -314,7 +222,9 @@ class MmaOps:
             return (matmul(panels_of(arrays[:-1], 2), arrays[-1]),)
 
         operands = (*memory.panel(0), *memory.panel(1), memory.tile("q", slot.index))
-        self._core.issue(self._tiles("dK", at, columns), product, operands, accumulate, "dK += dS^T Q")
+        self._core.issue(
+            self._tiles("dK", at, columns), product, operands, accumulate, "dK += dS^T Q"
+        )
 
     def dq(self, slot):
         """dQ = dS K; in a pair each CTA's 64 queries by all keys, the second half of the columns in lanes 64 to 127."""
@@ -339,15 +249,6 @@ class MmaOps:
         operands = (*panels, *self._all(names[ctas - 1]))
         tiles = self._tiles("dQ", self._map.dq(), c.tile_d // ctas)
         self._core.issue(tiles, product, operands, False, "dQ = dS K")
-
-
-def panels_of(pieces, count: int) -> np.ndarray:
-    """Panels side by side, (128 keys, 64 queries each), of what warps have written."""
-    rows = []
-    for warp in range(WARPS):
-        mine = [pieces[(p * 2 + w) * WARPS + warp] for p in range(count) for w in (0, 1)]
-        rows.append(np.concatenate(mine, 1))
-    return np.concatenate(rows)
 
 
 class WarpOps:
@@ -378,9 +279,7 @@ class ComputeOps(WarpOps):
     """Verbs of a warp of the ``compute`` role: 32 keys, and 32 queries of each half."""
 
     def phases(self, tile):
-        """Steps with a mask, then those without; all with one if the kernel has but one loop."""
-        if self._config.crowded:
-            return (Phase(0, tile.steps, True),)
+        """Steps with a mask, then those without."""
         return self._call.tiles.phases(tile)
 
     def place(self, tile, i, phase):
@@ -443,7 +342,9 @@ class ComputeOps(WarpOps):
     def _pack(self, name, column, values):
         """Store 16-bit values over what this warp has read."""
         for part in range(PARTS):
-            words = pack_16_bit(values[:, CHUNK * part : CHUNK * (part + 1)].copy(), self._config.bf16)
+            words = pack_16_bit(
+                values[:, CHUNK * part : CHUNK * (part + 1)].copy(), self._config.bf16
+            )
             at = column + self._map.packed(self._warpgroup, part)
             self._port.store(self._tile(name, at, CHUNK // 2), words)
         self._port.wait_st()
@@ -616,7 +517,6 @@ class Variation:
         strict: stop at the first hazard.
         covers: name of a signal or ring -> another ``covered_by``.
         meets: whether the CTAs of a pair meet before one ends.
-        order: positions of the workers, as of ``KvTileSchedule.start``; None as they are.
     """
 
     roles: type = BackwardRoles
@@ -624,6 +524,10 @@ class Variation:
     strict: bool = True
     covers: tuple[tuple[str, tuple[str, ...]], ...] = ()
     meets: bool = True
+
+    def roles_for(self, config: BackwardConfig) -> type | None:
+        """Class that a config runs, or None if all that is changed is what it does not run."""
+        return None if config.ctas == 1 and self.pair_roles is not PairRoles else self.roles
 
 
 def check_limits(config: BackwardConfig):
@@ -634,7 +538,9 @@ def check_limits(config: BackwardConfig):
     """
     graph = config.graph
     if graph.smem_bytes > SMEM_LIMIT:
-        raise Hazard(f"{graph.smem_bytes} bytes of shared memory with barriers; a CTA has {SMEM_LIMIT}")
+        raise Hazard(
+            f"{graph.smem_bytes} bytes of shared memory with barriers; a CTA has {SMEM_LIMIT}"
+        )
     roles = [WarpRole(role.name, role.warps, role.registers) for role in graph.roles]
     check_registers(roles, launch_registers(graph.threads) // graph.threads)
     check_tmem(graph.tmem.ranges(), graph.tmem.aliases)
@@ -661,7 +567,9 @@ def simulate_backward(config, tensors, options, workers=2, seed=0, variation=Non
     """
     options = options if isinstance(options, CallOptions) else CallOptions(options)
     q, dq, call = tensors[0], 0, None
-    for machine, call in backward_machines(config, tensors, options, workers, seed, variation, dlse):
+    for machine, call in backward_machines(
+        config, tensors, options, workers, seed, variation, dlse
+    ):
         machine.run()
         dq = dq + dq_of_sums(call)
     dq = round_to_16_bit(dq * np.float32(options.softmax_scale), config.bf16)
@@ -742,7 +650,10 @@ class Kernel:
         for spec in self.graph.rings:
             cover = covers.get(spec.name, spec.covered_by)
             made = TmaRingSpec(spec.name, spec.stages, 0, spec.releases, cover, spec.shared)
-            regions = [[self._region_of(memory, spec, i) for i in range(spec.stages)] for memory in self.memories]
+            regions = [
+                [self._region_of(memory, spec, i) for i in range(spec.stages)]
+                for memory in self.memories
+            ]
             self.rings[spec.name] = TmaRing(self.edges, made, regions)
 
     @staticmethod
@@ -773,12 +684,19 @@ class Kernel:
 
     def _spawn(self, rank, cta):
         """The roles of one CTA; the leader's ``mma`` is that of both."""
-        machine, call, config, pair = self.machine, self.call, self.call.config, self.call.config.ctas > 1
+        machine, call, config, pair = (
+            self.machine,
+            self.call,
+            self.call.config,
+            self.call.config.ctas > 1,
+        )
         own, of_pair = self.variation.roles, self.variation.pair_roles
         memory, tmem, roles = self.memories[rank], self.tmems[rank], of_pair if pair else own
 
         def start(name, role, owner, ops, ends):
-            (cta or machine).spawn(name, plain(role), owner(), ops, call.tiles, SimpleNamespace(**ends))
+            (cta or machine).spawn(
+                name, plain(role), owner(), ops, call.tiles, SimpleNamespace(**ends)
+            )
 
         def signals(role, *names):
             return {name: self._signal(cta, role, name) for name in names}
@@ -787,7 +705,13 @@ class Kernel:
         heard = signals("load", "s", "dp") if pair else {}
         start("load", roles.load, roles, LoadOps(call, memory, rank), rings | heard)
         if rank == 0:
-            start("mma", roles.mma, roles, MmaOps(config, self.core, self.memories, self.tmems), self._mma_ends(cta))
+            start(
+                "mma",
+                roles.mma,
+                roles,
+                MmaOps(config, self.core, self.memories, self.tmems),
+                self._mma_ends(cta),
+            )
         if pair:
             x = self.signals["x"].barriers[1 - rank]
             ops = RelayOps(config, self.memories, x, rank)
@@ -797,7 +721,10 @@ class Kernel:
             NamedBarrier(machine, number, name, WARP * warps, WARP, cta)
             if cta is None
             else cta.named_barrier(number, name, WARP * warps, WARP)
-            for number, name, warps in ((BARRIER_COMPUTE, "compute", 8), (BARRIER_REDUCE, "reduce", 4))
+            for number, name, warps in (
+                (BARRIER_COMPUTE, "compute", 8),
+                (BARRIER_REDUCE, "reduce", 4),
+            )
         ]
         k_free = Free(self.rings["k"].empty[0][rank])
         for warp in range(2 * WARPS):
@@ -805,7 +732,11 @@ class Kernel:
             if pair:
                 ends |= signals("compute", "early", "dst")
                 ends["free"] = self._signal(cta, "compute", "dq")
-            ends |= {"stat": self.rings["stat"].consumer(cta), "k_free": k_free, "meeting": meetings[0]}
+            ends |= {
+                "stat": self.rings["stat"].consumer(cta),
+                "k_free": k_free,
+                "meeting": meetings[0],
+            }
             ops = ComputeOps(machine, call, (rank, warp), memory, tmem)
             start(f"compute{warp}", own.compute, own, ops, ends)
         for warp in range(WARPS):
@@ -822,7 +753,10 @@ class Kernel:
         for name in ("k", "v", "kt", "a", "b") if pair else ("k", "v", "q", "do"):
             ends[name] = self.rings[name].consumer(cta, self.core)
         if not pair:
-            ends |= {"qt": Cursor(self.rings["q"], self.core), "dot": Cursor(self.rings["do"], self.core)}
+            ends |= {
+                "qt": Cursor(self.rings["q"], self.core),
+                "dot": Cursor(self.rings["do"], self.core),
+            }
         return ends
 
     def _free(self, held):

@@ -24,7 +24,7 @@ from cutlass.memory import SmemAllocator, TmemAllocator
 
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
-from flash4.common.numerics import LOG2E
+from flash4.common.numerics import LOG2E, Factor
 from flash4.common.tma_views import permuted_view
 from flash4.sm100.bwd_config import DQ_STAGES, SMEM_LIMIT, STAT_STAGES, TILE_M, BackwardConfig
 from flash4.sm100.bwd_ends import (
@@ -155,7 +155,7 @@ class BackwardSm100:
             n_blocks=cute.ceil_div(k.shape[1], c.tile_n),
             heads_kv=k.shape[2],
             batch=k.shape[0],
-            ratio=q.shape[2] // k.shape[2],
+            ratio=Factor(Int32(q.shape[2] // k.shape[2])),
         )
         run_time = RunTime(
             lse=lse,
@@ -183,8 +183,16 @@ class BackwardSm100:
     def _operands(self, q, k, v, do, dk, dv):
         """TMA descriptors."""
         c, layouts = self.config, smem_layouts(self.config)
-        load, save = cpasync.CopyBulkTensorTileG2SOp(cta_group(c)), cpasync.CopyBulkTensorTileS2GOp()
-        mma_s, mma_dv, mma_dk, mma_dq = make_mma_s(c), make_mma_dv(c), make_mma_dk(c), make_mma_dq(c)
+        load, save = (
+            cpasync.CopyBulkTensorTileG2SOp(cta_group(c)),
+            cpasync.CopyBulkTensorTileS2GOp(),
+        )
+        mma_s, mma_dv, mma_dk, mma_dq = (
+            make_mma_s(c),
+            make_mma_dv(c),
+            make_mma_dk(c),
+            make_mma_dq(c),
+        )
         cluster = cute.tiled_divide(cute.make_layout((c.ctas, 1, 1)), (mma_s.thr_id.shape,)).shape
         make_a, make_b = cute.nvgpu.make_tiled_tma_atom_A, cute.nvgpu.make_tiled_tma_atom_B
 
@@ -360,7 +368,9 @@ class BackwardSm100:
 
     def _run_load(self, memory, tiles, operands, run_time):
         c, rank = self.config, self._rank()
-        names = [name for name in ("k", "v", "q", "do", "kt", "qt", "dot") if hasattr(operands, name)]
+        names = [
+            name for name in ("k", "v", "q", "do", "kt", "qt", "dot") if hasattr(operands, name)
+        ]
         names = [name for name in names if getattr(operands, name) is not None]
         layout = cute.make_layout((TILE_M, 2, STAT_STAGES))
         ops = LoadOps(
@@ -368,9 +378,7 @@ class BackwardSm100:
             self._floats(memory, "stat", layout),
         )  # fmt: skip
         ends = {
-            ring.name: Producer(
-                ring, memory.full[ring.name], memory.empty[ring.name], c.ctas, rank
-            )
+            ring.name: Producer(ring, memory.full[ring.name], memory.empty[ring.name], c.ctas, rank)
             for ring in self.graph.rings
         }
         if c.ctas > 1:
@@ -415,9 +423,7 @@ class BackwardSm100:
         return cute.make_tensor(pointer, layout), cute.make_tensor(flat, numbers)
 
     def _run_relay(self, memory, tiles):
-        ops = RelayOps(
-            self.config, self._panels(memory)[1], memory.barriers["x"], self._rank()
-        )
+        ops = RelayOps(self.config, self._panels(memory)[1], memory.barriers["x"], self._rank())
         waits = {name: self._wait(memory, name, "relay") for name in ("ds", "x")}
         self.pair_roles.relay(ops, tiles, RelayEnds(y=self._raise(memory, "y"), **waits))
 
@@ -455,9 +461,7 @@ class BackwardSm100:
             "meeting": Meeting(BARRIER_COMPUTE, threads),
         }
         self.roles.compute(ops, tiles, ComputeEnds(**ends))
-        cute.arch.barrier_arrive(
-            barrier_id=BARRIER_FREE, number_of_threads=threads + WARPGROUP
-        )
+        cute.arch.barrier_arrive(barrier_id=BARRIER_FREE, number_of_threads=threads + WARPGROUP)
 
     def _run_reduce(self, memory, tiles, run_time, warp, thread):
         c = self.config

@@ -18,9 +18,8 @@ DQ_STAGES = 2  # of the way out of dQ
 DQ_COLUMNS = 32  # of dQ that leave at a time; half of it in a pair
 REGISTERS = (144, 144, 80)  # reduce, compute, the others: ptxas spills least with these
 FEATURE_REGISTERS = (144, 152, 64)  # windows and slopes
-CAP_REGISTERS = (136, 160, 56)
 PAIR_REGISTERS = (136, 136, 104)
-PAIR_FEATURE_REGISTERS = (128, 160, 64)
+NARROW_REGISTERS = (96, 184, 48)  # windows, slopes and caps, where a lane of dQ has 64 columns
 UNEVEN_SECTION_HEADS = 16  # whose tiles, longest first, balance well and still share L2
 SMEM_CYCLES = 128  # bytes that an SM's shared memory moves per cycle
 MMA_FLOPS = 8192  # dense 16-bit tensor operations of an SM per cycle
@@ -191,18 +190,13 @@ class BackwardConfig:
     @property
     def _registers(self) -> tuple[int, int, int]:
         """Of reduce, compute and the others; ptxas spills least with these."""
-        import os
-        if os.environ.get("REGS"): return eval(os.environ["REGS"])
-        if self.ctas == 2:
-            return PAIR_FEATURE_REGISTERS if self.softcap or self.alibi else PAIR_REGISTERS
-        if self.softcap:
-            return CAP_REGISTERS
-        return FEATURE_REGISTERS if self.left or self.right or self.alibi else REGISTERS
-
-    @property
-    def crowded(self) -> bool:
-        """Registers are too scarce for loops with and without a mask: all steps have one."""
-        return self.softcap and (self.left or self.alibi)
+        featured = self.left or self.right or self.alibi or self.softcap
+        if not featured:
+            return REGISTERS if self.ctas == 1 else PAIR_REGISTERS
+        narrow = (
+            self.tile_d // self.ctas <= COLUMN_STEP
+        )  # columns of a lane of dQ, which reduce holds
+        return NARROW_REGISTERS if narrow else FEATURE_REGISTERS
 
     @property
     def graph(self) -> Graph:
@@ -244,7 +238,9 @@ class BackwardConfig:
             Ring("v", mma, 1, self.v_bytes, covered_by=("k empty", "dk")),
             Ring("q", mma, Q_STAGES, self.q_bytes, freed_by=UMMA),
             Ring("do", mma, 1, self.do_bytes, freed_by=UMMA),
-            Ring("stat", compute, STAT_STAGES, STAT_BYTES, covered_by=("q empty", "ds"), shared=False),
+            Ring(
+                "stat", compute, STAT_STAGES, STAT_BYTES, covered_by=("q empty", "ds"), shared=False
+            ),
         )
 
     def _pair_rings(self, roles) -> tuple[Ring, ...]:
@@ -308,7 +304,9 @@ class BackwardConfig:
         sums = TILE_M * dv // ctas + TILE_M * d // ctas  # B of dV and dK
         if ctas == 1:
             sums += ROWS * TILE_M  # dS as A of dK
-        dq = ROWS * TILE_M + ROWS * d  # A and B; in a pair half of the rows of A and of B, of twice the keys
+        dq = (
+            ROWS * TILE_M + ROWS * d
+        )  # A and B; in a pair half of the rows of A and of B, of twice the keys
         exchanged = 0 if ctas == 1 else ROWS * TILE_M  # half of dS, read and written
         elements = s + sums + dq + ROWS * TILE_M + exchanged
         outs = 2 * FLOAT_BYTES * TILE_M * d // ctas
@@ -327,9 +325,7 @@ def can_implement(problem) -> str | None:
             return f"gradients with {what} are not built yet; {instead}"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size > MAX_HEAD_DIM:
-            return (
-                f"takes {name} up to {MAX_HEAD_DIM}, not {size}: S, dP, dV and dK of 128 keys fill tensor memory"
-            )
+            return f"takes {name} up to {MAX_HEAD_DIM}, not {size}: S, dP, dV and dK of 128 keys fill tensor memory"
     return None
 
 
@@ -338,6 +334,8 @@ def choose_config(problem) -> tuple[BackwardConfig, tuple[str, ...]]:
     import torch
 
     tile_d, tile_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
+    if problem.softcap and tile_d == PAIRED_DIM:
+        tile_dv = PAIRED_DIM  # a pair has more registers for compute
     fields = {
         "bf16": problem.dtype == torch.bfloat16,
         "tile_d": tile_d,
@@ -355,7 +353,9 @@ def choose_config(problem) -> tuple[BackwardConfig, tuple[str, ...]]:
     reasons = [why_ctas, f"cycles of a step of 128 queries at least: {cycles}"]
     reasons.append("exponentials on the special function unit alone: it is not the limit")
     if config.ordered:
-        reasons.append("tiles add to dQ in the order of their numbers, which each CTA takes in ascending order")
+        reasons.append(
+            "tiles add to dQ in the order of their numbers, which each CTA takes in ascending order"
+        )
     return config, tuple(reasons)
 
 
@@ -363,12 +363,20 @@ def choose_ctas(problem, fields: dict) -> tuple[int, str]:
     """CTAs that work on a tile, and the reason: a pair where it moves fewer bytes of shared memory and is not mostly masked."""
     if (fields["tile_d"], fields["tile_dv"]) != (PAIRED_DIM, PAIRED_DIM):
         return 1, "one CTA: halves of head dims below 128 are not built"
+    if fields["softcap"]:
+        return (
+            2,
+            "a pair of CTAs: its reduce holds half as much of dQ, which leaves registers for the cap",
+        )
     if fields["left"] or fields["right"]:
         return 1, "one CTA: 256 keys of a pair would see more of what a window hides"
     alone, pair = (BackwardConfig(ctas=ctas, **fields).bounds() for ctas in (1, 2))
     limits = max(alone.values()), max(pair.values())
     pairs, tiles = -(-problem.seqlen_k // (2 * ROWS)), -(-problem.seqlen_k // ROWS)
-    work = [limits[0] * _steps(problem, tiles, ROWS), limits[1] * _steps(problem, pairs, 2 * ROWS) * 2]
+    work = [
+        limits[0] * _steps(problem, tiles, ROWS),
+        limits[1] * _steps(problem, pairs, 2 * ROWS) * 2,
+    ]
     why = f"{limits[1]} cycles a step and CTA against {limits[0]}, {work[1] / work[0]:.2f} of the time by the model"
     if work[1] < work[0]:
         return 2, f"a pair of CTAs: {why}"

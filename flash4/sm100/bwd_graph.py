@@ -181,7 +181,9 @@ class Graph:
     @property
     def registers(self) -> int:
         """Registers of one CTA after reallocation."""
-        of_group = {w * WARP // WARPGROUP: role.registers for role in self.roles for w in role.warps}
+        of_group = {
+            w * WARP // WARPGROUP: role.registers for role in self.roles for w in role.warps
+        }
         return WARPGROUP * sum(of_group.values())
 
     @property
@@ -243,4 +245,16 @@ class Graph:
         return "\n".join(lines)
 
 
-__all__ = ["BYTES", "CHUNK", "LEADER", "ROWS", "SLICE", "THREADS", "UMMA", "Graph", "Ring", "Signal", "TmemMap"]
+__all__ = [
+    "BYTES",
+    "CHUNK",
+    "LEADER",
+    "ROWS",
+    "SLICE",
+    "THREADS",
+    "UMMA",
+    "Graph",
+    "Ring",
+    "Signal",
+    "TmemMap",
+]

@@ -13,7 +13,7 @@ from cutlass.experimental import primitives
 
 from flash4.common import numerics
 from flash4.common.fragments import GROUP_NUMBERS
-from flash4.common.geometry import Phase, choose
+from flash4.common.geometry import choose
 from flash4.common.numerics import LOG2E
 from flash4.sm100.bwd_config import DQ_STAGES, FLOAT_BYTES, TILE_M
 from flash4.sm100.bwd_graph import CHUNK, ROWS
@@ -104,9 +104,7 @@ class ComputeOps:
     warpgroup: object  # in the role
 
     def phases(self, tile):
-        """Steps with a mask, and others; all with one where registers are too scarce for several loops."""
-        if self.config.crowded:
-            return (Phase(0, tile.steps, True),)
+        """See ``KvSteps.phases``."""
         return self.tiles.phases(tile)
 
     def place(self, tile, i, phase):
@@ -162,7 +160,9 @@ class ComputeOps:
         if c.softcap or c.alibi:
             for j in range(PIECE):
                 if c.softcap:
-                    capped, slope = numerics.tanh_and_slope(scores[at + j] * self.run_time.cap_scale)
+                    capped, slope = numerics.tanh_and_slope(
+                        scores[at + j] * self.run_time.cap_scale
+                    )
                     slopes.append(slope)
                     score = capped * self.run_time.cap_log2
                 else:
@@ -221,7 +221,9 @@ class ComputeOps:
         self._store_packed(probs, self.tmem.s())
 
     def _store_packed(self, values, column):
-        column = column + self.tmem.packed(self.warpgroup, 0)  # the second part lies behind the first
+        column = column + self.tmem.packed(
+            self.warpgroup, 0
+        )  # the second part lies behind the first
         self.lanes.store(cute.recast_tensor(values, Float32), column, CHUNK)
 
     def grad(self, weights, slot):
@@ -260,7 +262,9 @@ class ComputeOps:
                 panel = 2 * self.rank if part == 0 else 2 - self.rank
             row = self.sPanels[thread, None, panel]
             for column in range(0, CHUNK, PIECE):
-                target = cute.local_tile(row, (PIECE,), (self.warpgroup * (CHUNK // PIECE) + column // PIECE,))
+                target = cute.local_tile(
+                    row, (PIECE,), (self.warpgroup * (CHUNK // PIECE) + column // PIECE,)
+                )
                 cute.autovec_copy(some(grads, part * CHUNK + column, PIECE), target)
         cute.arch.fence_view_async_shared()
 

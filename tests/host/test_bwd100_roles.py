@@ -4,21 +4,15 @@ As a script, with more random problems: ``python -m tests.host.test_bwd100_roles
 problems whose dQ is summed in a fixed order, each in several orders of everything else.
 """
 
-import argparse
-import time
 from dataclasses import replace
 
-import hypothesis
-import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash4 import reference
 from flash4.problem import AttentionProblem
-from flash4.sim.machine import Hazard
-from flash4.sim.sm100_bwd import Variation, backward_machines, simulate_backward
+from flash4.sim.sm100_bwd import simulate_backward
 from flash4.sm100.bwd_config import BackwardConfig, choose_config
 from tests.checks import assert_gradients_close
 from tests.host.test_bwd90_roles import Case, lengths
@@ -52,9 +46,7 @@ IDS = [
 def gradients(case: Case, seed: int = 0, variation=None):
     """What the simulated kernel makes of a case."""
     arrays, dlse = case.arrays()
-    return simulate_backward(
-        case.config, arrays, case.options, case.workers, seed, variation, dlse
-    )
+    return simulate_backward(case.config, arrays, case.options, case.workers, seed, variation, dlse)
 
 
 def run(case: Case, seed: int = 0):
