@@ -223,7 +223,9 @@ def test_slices_lie_where_threads_store_them():
     for query in range(128):
         within = query % SLICE
         assert stored[query] == (TmemMap.slice_of(query // SLICE) + within // 2, within % 2)
-    assert sorted(set(stored.values())) == [(column, half) for column in range(64) for half in (0, 1)]
+    assert sorted(set(stored.values())) == [
+        (column, half) for column in range(64) for half in (0, 1)
+    ]
     for warpgroup in (0, 1):  # a warpgroup overwrites only what it has read
         read = {TmemMap.loaded(warpgroup, part) + i for part in (0, 1) for i in range(32)}
         written = {TmemMap.packed(warpgroup, part) + i for part in (0, 1) for i in range(16)}
