@@ -39,6 +39,7 @@ SECTION_BYTES = 20 << 20  # of K and V that surely stay there
 CAUSAL_SECTION_BYTES = 26 << 20  # the same of tiles that need less and less of them
 SEQUENCE_SECTION_BYTES = 16 << 20  # of a section where tiles of sequences are handed out
 TIMES_SPREAD = 0.01  # of equal tiles: what would balance by chance alone does not count
+USUAL_WINDOW = 1024  # keys that a window is taken to show a query at its left
 MIN_SECTION = 3  # fewer heads at a time, and too many workers read the same lines of L2
 MAX_TILES = 2**31 - 1  # tile numbers are int32 in the kernel
 MODELLED_TILES = 16_384  # beyond that the last wave does not matter
@@ -364,10 +365,10 @@ def choose_section(problem: AttentionProblem, config, grid: Grid, workers: int) 
     workers = workers_of(workers, config.ctas)
     if grid.total <= workers:
         return grid.head_count
-    if problem.window_left:
-        return min(grid.head_count, max(MIN_SECTION, ceil_div(workers, grid.m_blocks)))
     if config.handed_out:
         return _section_to_hand_out(problem, config, grid, workers)
+    if problem.window_left:
+        return min(grid.head_count, max(MIN_SECTION, ceil_div(workers, grid.m_blocks)))
     largest = min(grid.head_count, max(1, workers // MIN_SECTION))
     if grid.total > MODELLED_TILES:
         return max(1, min(largest, L2_BYTES // _bytes_per_head(problem, grid)))
@@ -394,13 +395,19 @@ def _section_to_hand_out(problem: AttentionProblem, config, grid: Grid, workers:
 
     As even as can be: few tiles in the last section would leave workers without any.
     """
-    heads = grid.head_count
-    most = max(1, min(heads, CAUSAL_SECTION_BYTES // _bytes_per_head(problem, grid)))
+    heads, cut = grid.head_count, problem.causal or problem.window_right
+    most = CAUSAL_SECTION_BYTES // _bytes_per_head(problem, grid)
+    left = USUAL_WINDOW - 1 if problem.window_left else None
+    if problem.window_left and cut:
+        # Of a head its window is live, and what the workers that share it move on by.
+        keys = SECTION_BYTES * problem.seqlen_k // _bytes_per_head(problem, grid)
+        most = max(most, (keys - workers * config.tile_q) // USUAL_WINDOW)
+    most = max(1, min(heads, most))
     if grid.total > MODELLED_TILES // 4:  # the end is a small part of it
         return most
     sizes = range(most, most // 4, -ceil_div(most, MODELLED_SECTIONS))
     candidates = {ceil_div(heads, ceil_div(heads, size)) for size in sizes}
-    blocks = KvBlocks(config.tile_q, config.tile_n, causal=True)
+    blocks = KvBlocks(config.tile_q, config.tile_n, cut, left)
     schedule = TileSchedule(blocks, grid, 1, 0, workers, problem.seqlen_q, problem.seqlen_k)
 
     def cost(section):

@@ -54,6 +54,7 @@ class Phase:
         masked: whether scores need a mask; static.
         fixed: whether the softmax shift stays, unlooked at; static.
         unfixed: whether it would, had a row not outgrown it; static.
+        left_only: whether a mask cuts them at most before a row's first visible key; static.
     """
 
     begin: object
@@ -61,6 +62,7 @@ class Phase:
     masked: bool
     fixed: bool = False
     unfixed: bool = False
+    left_only: bool = False
 
 
 @dataclass(frozen=True)

@@ -378,7 +378,8 @@ class MmaOps:
                 np.array([edge(query, *lengths) for query in queries])[:, None]
                 for edge in (blocks.key_begin, blocks.key_end)
             )
-            s[(keys < begins) | (keys >= ends)] = -np.inf
+            hidden = keys < begins
+            s[hidden if phase.left_only else hidden | (keys >= ends)] = -np.inf
         top = s.max(1)
         low = first and c.near_first and tile.again == 0
         if low and call.changed_scale <= SMALL_OUTER:

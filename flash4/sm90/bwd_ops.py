@@ -19,7 +19,8 @@ from flash4.common.numerics import LOG2E
 from flash4.common.tma_views import WRAP
 from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, BackwardConfig
 from flash4.sm90.fwd_config import MMA_ROWS
-from flash4.sm90.fwd_ops import Operand, element, issue_mma, rows_of, tma_load
+from flash4.sm90.fwd_ops import Operand, element, issue_mma, tma_load
+from flash4.sm90.fwd_rows import rows_of
 
 # Named barriers; 0 is __syncthreads.
 BARRIER_EXCHANGE = 1  # both MMA warpgroups

@@ -54,8 +54,9 @@ from flash4.sm90.fwd_config import (
     ForwardConfig,
 )
 from flash4.sm90.fwd_ends import RingOperand, open_consumers
-from flash4.sm90.fwd_ops import LoadOps, MmaOps, Operand, Turn, element, make_row_state, meet
+from flash4.sm90.fwd_ops import LoadOps, MmaOps, Operand, Turn, element, meet
 from flash4.sm90.fwd_roles import ForwardRoles
+from flash4.sm90.fwd_rows import make_row_state
 from flash4.sm90.fwd_tiles import DenseSlots, Tiles, TileSlots
 
 # In the order of mods.AUX_DTYPES.

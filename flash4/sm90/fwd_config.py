@@ -343,11 +343,14 @@ class ForwardConfig:
         return (*found, *unmasked, *self._later_phases(tile, cut, last_block, masked=True))
 
     def _later_phases(self, tile, begin, end, masked) -> tuple[Phase, ...]:
-        """Blocks that come when every row has seen a key, whose shift may be fixed."""
+        """Blocks that come when every row has seen a key, whose shift may be fixed; a mask cuts them at the left alone."""
         if not self.fixed_shift:
-            return (Phase(begin, end, masked),)
+            return (Phase(begin, end, masked, left_only=masked),)
         cut = end - imin(tile.again, 1) * imax(end - begin, 0)
-        return (Phase(begin, cut, masked, fixed=True), Phase(cut, end, masked, unfixed=True))
+        return (
+            Phase(begin, cut, masked, fixed=True, left_only=masked),
+            Phase(cut, end, masked, unfixed=True, left_only=masked),
+        )
 
     @property
     def q_bytes(self) -> int:
@@ -539,10 +542,8 @@ def order_tiles(config: ForwardConfig) -> tuple[ForwardConfig, str]:
     """Hand tiles out where they differ in length; and the reason."""
     if config.varlen:
         return config, "tiles are handed out: lengths are known on the GPU only"
-    if not (config.causal or config.right):
+    if not (config.causal or config.left or config.right):
         return config, "tiles in a fixed order: all take equally long"
-    if config.left:
-        return config, "tiles in a fixed order: those of a left window take about equally long"
     why = "tiles are handed out, the longest of a section first: whoever is free takes the next"
     return replace(config, handed_out=True), why
 

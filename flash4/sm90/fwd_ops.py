@@ -20,6 +20,18 @@ from flash4.common.tma_views import WRAP
 from flash4.sm90.fwd_cap import PART_COLUMNS, cap_scores, near_exponentials, replace_scores
 from flash4.sm90.fwd_config import MMA_ROWS, PASSES, TRUSTED_LOG2, ForwardConfig
 from flash4.sm90.fwd_ends import RingOperand, slot_steps
+from flash4.sm90.fwd_rows import (
+    EndedRow,
+    RowState,
+    all_finite,
+    clear_row,
+    finish_row,
+    move_shifts,
+    outgrown,
+    rows_of,
+    scale_rows,
+    with_sink,
+)
 
 # Named barriers; 0 is __syncthreads.
 BARRIER_TURN = 1  # one per MMA warpgroup: 1..4
@@ -175,116 +187,6 @@ def issue_mma(tiled_mma, acc, a, b, accumulate):
         cute.gemm(atom, acc, a_step, b_step, acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
-
-
-def rows_of(acc):
-    """View an accumulator ((2, 2, N / 8), 1, 1) as (2 rows, N / 4 columns) of this thread."""
-    columns = cute.size(acc) // 2
-    return cute.make_tensor(
-        acc.iterator, cute.make_layout((2, (2, columns // 2)), stride=(2, (1, 4)))
-    )
-
-
-def row_values(S, r):
-    """Scores of this thread's row ``r`` as a list."""
-    return [S[r, j] for j in range(cute.size(S) // 2)]
-
-
-def scale_rows(X, factors):
-    """Multiply each row of X by its factor."""
-    for r in range(2):
-        for j in range(cute.size(X) // 2):
-            X[r, j] = X[r, j] * factors[r]
-
-
-def clear_row(O, r, empty):
-    """0 in row ``r`` of O, if it is empty."""
-    for j in range(cute.size(O) // 2):
-        O[r, j] = cutlass.select_(empty, Float32(0.0), O[r, j])
-
-
-def finish_row(O, r, inverse):
-    """Row ``r`` of O over its row sum."""
-    for j in range(cute.size(O) // 2):
-        O[r, j] = O[r, j] * inverse
-
-
-def all_finite(O, r):
-    """Whether this thread's part of row ``r`` is finite: 0 times it adds up to 0."""
-    total = Float32(0.0)
-    for j in range(cute.size(O) // 2):
-        total = O[r, j] * 0.0 + total
-    return total == 0.0
-
-
-@dataclass(frozen=True)
-class RowState:
-    """Online softmax state of this thread's two rows, in registers.
-
-    P = exp2(scale_log2 * S - shift_log2); the shift is the scaled row maximum when it last moved.
-    """
-
-    shift_log2: cute.Tensor  # -inf before the first visible key
-    limit: cute.Tensor  # raw score above which the shift must move
-    total: cute.Tensor  # l: this thread's share of the row sum of P
-    correction: cute.Tensor  # factor for O since its last rescale
-
-
-def make_row_state():
-    """Allocate a row state."""
-    return RowState(*(cute.make_rmem_tensor(2, Float32) for _ in range(4)))
-
-
-def move_shift(state, r, row_max, scales_log2, growth_log2):
-    """Raise the shift of row ``r`` to ``row_max`` (a raw score) if P would grow by more than 2^growth_log2.
-
-    l shrinks with it, O has to follow. ``scales_log2`` are the factor of a score and its inverse.
-    """
-    scale_log2, inv_scale_log2 = scales_log2
-    old = state.shift_log2[r]
-    scaled = row_max * scale_log2
-    new = cutlass.select_(scaled > old + growth_log2, scaled, old)
-    # exp2(-inf - -inf) would be NaN: a row without a visible key keeps the factor exp2(-inf) = 0.
-    finite = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
-    state.shift_log2[r] = new
-    state.limit[r] = (new + growth_log2) * inv_scale_log2
-    state.correction[r] = cute.math.exp2(old - finite, fastmath=True)
-    state.total[r] = state.total[r] * state.correction[r]
-
-
-def with_sink(shift_log2, total, sink):
-    """(LSE, factor of O) of a row whose denominator has exp(sink) too, however far that is from exp2(shift)."""
-    sink_log2 = sink * LOG2E
-    new = cute.arch.fmax(shift_log2, sink_log2)
-    finite = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
-    shrink = cute.math.exp2(shift_log2 - finite, fastmath=True)
-    total = total * shrink + cute.math.exp2(sink_log2 - finite, fastmath=True)
-    lse = (new + cute.math.log2(total, fastmath=True)) * LN2
-    return lse, shrink * cute.arch.rcp_approx(total)
-
-
-def move_shifts(S, state, scales_log2, growth_log2, floor=None):
-    """Exact row maxima over the four threads that share a row, then ``move_shift``."""
-    for r in range(2):
-        row_max = cute.arch.warp_reduction_max(
-            numerics.max_float(row_values(S, r)), threads_in_group=4
-        )
-        if floor is not None:
-            row_max = cute.arch.fmax(row_max, floor)
-        move_shift(state, r, row_max, scales_log2, growth_log2)
-
-
-def outgrown(S, state):
-    """Whether a score of this thread exceeds its row's limit; a negative limit always says yes.
-
-    Compares bits, with half the instructions of a float maximum; exact because the limit is not negative.
-    """
-    above = None
-    for r in range(2):
-        limit = numerics.float_bits(state.limit[r])
-        row_above = (numerics.max_bits(row_values(S, r)) > limit) | (limit < 0)
-        above = row_above if above is None else above | row_above
-    return above
 
 
 @dataclass(frozen=True)
@@ -443,25 +345,31 @@ class MmaOps:
         """Row in the tile of this thread's row ``r``."""
         return self.warpgroup * MMA_ROWS + self.thread // 32 * 16 + self.thread % 32 // 4 + 8 * r
 
-    def _mask(self, tile, n_block, S):
-        """Set scores before the row's first and past its last visible key to -inf."""
+    def _mask(self, tile, n_block, S, left=True, right=True):
+        """Set scores to -inf: at the left before the row's first visible key, at the right past its last."""
         c, blocks, lengths = self.config, self.tiles.blocks, self.tiles.lengths(tile)
-        for r in range(2):
+        first_column = (tile.first_block + n_block) * c.tile_n + 2 * (self.thread % 4)
+        for r in range(2):  # columns of this thread: 8 j + {0, 1}
             query = tile.m_block * c.tile_q + self._query_row(r) // c.pack
-            end = blocks.key_end(query, *lengths)
-            first_column = (tile.first_block + n_block) * c.tile_n
-            visible = (
-                end - first_column - 2 * (self.thread % 4)
-            )  # columns of this thread: 8 j + {0, 1}
-            hidden = blocks.key_begin(query, *lengths) - first_column - 2 * (self.thread % 4)
+            visible = blocks.key_end(query, *lengths) - first_column
+            hidden = blocks.key_begin(query, *lengths) - first_column
             for j in range(c.tile_n // 4):
                 column = Int32(8 * (j // 2) + j % 2)
-                seen = column < visible
-                if c.left:
+                seen = column < visible if right else column >= hidden
+                if left and right and c.left:
                     seen = seen & (column >= hidden)
                 S[r, j] = cutlass.select_(seen, S[r, j], -Float32.inf)
 
-    def _prepare(self, tile, n_block, S, masked, first=False):
+    @cute.jit
+    def _mask_left(self, tile, n_block, S: cute.Tensor):
+        """Mask the left side only if it cuts the block: of a tile's first, small windows do. Saves 64 instructions."""
+        c, blocks = self.config, self.tiles.blocks
+        last_query = c.first_query(tile, self.warpgroup) + MMA_ROWS // c.pack - 1
+        begin = blocks.key_begin(last_query, *self.tiles.lengths(tile))
+        if begin > (tile.first_block + n_block) * c.tile_n:
+            self._mask(tile, n_block, S, right=False)
+
+    def _prepare(self, tile, n_block, S, masked, first=False, left_only=False):
         """Negate for a negative scale, or change scores, then mask."""
         c = self.config
         if c.changes_scores:
@@ -473,7 +381,10 @@ class MmaOps:
         if c.score_mod or c.mask_mod:
             self._apply_mods(tile, n_block, S)
         if masked and (c.causal or c.left or c.right):
-            self._mask(tile, n_block, S)
+            apart = first and c.left and c.skip  # without skip a register would spill for it
+            self._mask(tile, n_block, S, left=not apart, right=not left_only)
+            if apart:
+                self._mask_left(tile, n_block, S)
         elif masked:
             self._mask_tail(tile, n_block, S)
 
@@ -551,7 +462,7 @@ class MmaOps:
             self._change(S, addends, c.ways_to_cap(False))
             self._exponentials(S, False, shifted=True)
             return
-        self._prepare(tile, n_block, S, phase.masked)
+        self._prepare(tile, n_block, S, phase.masked, left_only=phase.left_only)
         if not phase.fixed:
             self.state.correction.fill(1.0)
             if c.near_first:  # worked out anew: few blocks come here, and the others lack registers
@@ -659,49 +570,72 @@ class MmaOps:
         if (tile.again > 0) & (self.warpgroup == 0) & (self.thread == 0):
             cute.arch.atomic_add(self.mRedone.iterator, Int32(1))
 
-    @cute.jit
     def _finish_rows(self, tile, place):
-        c, state, tiles, mLSE = self.config, self.state, self.tiles, self.mLSE
-        O = rows_of(self.tOrO)
-        heads_per_kv = mLSE.shape[1] // tiles.grid.heads_kv
+        """O / l and LSE of this thread's two rows; their sums first, so that what one waits for is done for both."""
+        parts = [self.state.total[r] for r in range(2)]
+        totals = [cute.arch.warp_reduction_sum(part, threads_in_group=4) for part in parts]
+        rows = tuple(self._row(tile, place, r, total) for r, total in enumerate(totals))
+        self._write_rows(tile, place, rows)
+
+    def _row(self, tile, place, r, total):
+        """What is known of this thread's row ``r`` at the end of a tile; O is as P V left it."""
+        c, shift_log2, mLSE = self.config, self.state.shift_log2[r], self.mLSE
+        heads_per_kv = mLSE.shape[1] // self.tiles.grid.heads_kv
+        empty = total == 0.0
+        row = self._query_row(r)
+        query = tile.m_block * c.tile_q + row // c.pack
+        head_in_kv = place.group * c.pack + row % c.pack
+        lse = (shift_log2 + cute.math.log2(total, fastmath=True)) * LN2
+        lse = cutlass.select_(empty, -Float32.inf, lse)
+        inverse = cute.arch.rcp_approx(total)
+        if c.sink:
+            lse, inverse = with_sink(shift_log2, total, self.mSink[self._head(place, r)])
+        exists = (query < place.stored_q) & (head_in_kv < heads_per_kv)
+        judged = exists
+        # Rows in memory may be of no sequence, or not in use.
+        if c.varlen:
+            unused = query >= self.tiles.lengths(tile)[0]
+            empty = empty | unused
+            lse = cutlass.select_(unused, -Float32.inf, lse)
+            judged = exists & (query < self.tiles.lengths(tile)[0])
+        trusted = finite = True
+        if c.fixed_shift:
+            finite = all_finite(rows_of(self.tOrO), r)
+            trusted = total <= 2.0**TRUSTED_LOG2
+            if c.near_first:
+                trusted = trusted & (empty | self._near_is_right(tile, r, total))
+        head = place.head_kv * heads_per_kv + head_in_kv
+        return EndedRow(empty, inverse, lse, head, query, exists, judged, trusted, finite)
+
+    @cute.jit
+    def _write_rows(self, tile, place, rows):
+        O, mLSE = rows_of(self.tOrO), self.mLSE
+        any_empty = cute.arch.vote_any_sync(rows[0].empty | rows[1].empty)
+        if any_empty:  # few are; O may hold 0 * NaN there
+            for r in cutlass.range_constexpr(2):
+                clear_row(O, r, rows[r].empty)
         for r in cutlass.range_constexpr(2):
-            total = cute.arch.warp_reduction_sum(state.total[r], threads_in_group=4)
-            empty = total == 0.0
-            row = self._query_row(r)
-            query = tile.m_block * c.tile_q + row // c.pack
-            head_in_kv = place.group * c.pack + row % c.pack
-            head = place.head_kv * heads_per_kv + head_in_kv
-            lse = (state.shift_log2[r] + cute.math.log2(total, fastmath=True)) * LN2
-            lse = cutlass.select_(empty, -Float32.inf, lse)
-            inverse = cute.arch.rcp_approx(total)
-            if cutlass.const_expr(c.sink):
-                sink = self.mSink[self._head(place, r)]
-                lse, inverse = with_sink(state.shift_log2[r], total, sink)
-            # Rows in memory may be of no sequence, or not in use.
-            if cutlass.const_expr(c.varlen):
-                unused = query >= tiles.lengths(tile)[0]
-                empty = empty | unused
-                lse = cutlass.select_(unused, -Float32.inf, lse)
-            finite = all_finite(O, r) if c.fixed_shift else True
-            if cute.arch.vote_any_sync(empty):  # few are; O may hold 0 * NaN there
-                clear_row(O, r, empty)
-            finish_row(O, r, cutlass.select_(empty, Float32(0.0), inverse))
-            exists = (query < place.stored_q) & (head_in_kv < heads_per_kv)
-            if (self.thread % 4 == 0) & exists:
-                mLSE[place.batch_q, head, place.row_q + query] = lse
-            if cutlass.const_expr(c.fixed_shift):
-                judged = exists & (not unused) if cutlass.const_expr(c.varlen) else exists
-                trusted = total <= 2.0**TRUSTED_LOG2
-                if cutlass.const_expr(c.near_first):
-                    trusted = trusted & (empty | self._near_is_right(tile, r, total))
-                # What is not finite for a shift that was fixed need not be once it moves, in pass 1; and if another warp's
-                # note hides that it was fixed.
-                unlooked = self._is_unlooked(tile) | ((not finite) & (tile.again == 0))
-                if judged & (not trusted) & unlooked:
-                    self.worker_tiles.mark(tile, 1)
-                    self._note_outgrown(tile)
-                elif judged & (not finite) & (tile.again < PASSES):
-                    self.worker_tiles.mark(tile, PASSES)
+            ended = rows[r]
+            finish_row(O, r, cutlass.select_(ended.empty, Float32(0.0), ended.inverse))
+            if (self.thread % 4 == 0) & ended.exists:
+                mLSE[place.batch_q, ended.head, place.row_q + ended.query] = ended.lse
+        if cutlass.const_expr(self.config.fixed_shift):
+            fine = [(x.trusted & x.finite) | (not x.judged) for x in rows]
+            if not (fine[0] & fine[1]):
+                for r in cutlass.range_constexpr(2):
+                    self._mark_row(tile, rows[r])
+
+    @cute.jit
+    def _mark_row(self, tile, ended):
+        # What is not finite for a shift that was fixed need not be once it moves, in pass 1; and if another warp's
+        # note hides that it was fixed.
+        finite = ended.finite
+        unlooked = self._is_unlooked(tile) | ((not finite) & (tile.again == 0))
+        if ended.judged & (not ended.trusted) & unlooked:
+            self.worker_tiles.mark(tile, 1)
+            self._note_outgrown(tile)
+        elif ended.judged & (not finite) & (tile.again < PASSES):
+            self.worker_tiles.mark(tile, PASSES)
 
     def _near_is_right(self, tile, r, total):
         """Whether what the near polynomial made of scores far below zero is nothing beside the row's sum."""

@@ -51,11 +51,12 @@ class ForwardRoles:
                 v_slot.release()
             k_slot = k_consumer.wait_and_advance()
             s_first = ops.qk(q_slot, k_slot)  # S = Q K^T, last block
+            phases = ops.phases(tile)  # masked blocks, then the others; found beside the product
             ops.wait_mma(0)
             k_slot.release()
             ops.softmax_first(tile, tile.n_blocks - 1 - unseen, s_first)  # P = exp(S - m), l
             ops.convert_p(s_first)
-            for phase in ops.phases(tile):  # masked blocks, then the others: unrolled
+            for phase in phases:  # unrolled
                 for i in range(phase.begin, phase.end):
                     before = k_slot
                     k_slot = k_consumer.wait_and_advance()

@@ -145,6 +145,7 @@ def test_sequences_do_not_matter_to_one_another():
 
 
 def test_the_same_as_one_call_for_each_sequence():
+    """To the bit, where a call of one sequence takes its blocks of queries in the same order: in a fixed one."""
     problem = LARGE["d128 causal"]
     case = GradientCase(problem)
     inputs, dout = case.inputs(), case.gradient_of_out()
@@ -154,7 +155,7 @@ def test_the_same_as_one_call_for_each_sequence():
             continue
         rows = slice(begin, begin + length)
         alone = [x.detach()[None, rows].requires_grad_() for x in inputs]
-        out = flash4.flash_attn_func(*alone, causal=True)
+        out = flash4.flash_attn_func(*alone, causal=True, deterministic=True)
         _, dk, dv = torch.autograd.grad(out, alone, dout[None, rows])
         assert torch.equal(found[1][rows], dk[0]) and torch.equal(found[2][rows], dv[0])
 
@@ -234,11 +235,15 @@ def test_workspace_is_what_the_plan_says(name: str):
     torch.autograd.grad(out, inputs, dout, retain_graph=True)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = requested_bytes("current")
     gradients = torch.autograd.grad(out, inputs, dout, retain_graph=True)
     results = sum(x.numel() * x.element_size() for x in gradients)
-    used = torch.cuda.max_memory_allocated() - before - results
-    assert used <= plan.workspace_bytes + 8 * 512  # what the allocator rounds up
+    assert requested_bytes("peak") - before - results <= plan.workspace_bytes
+
+
+def requested_bytes(which: str) -> int:
+    """Bytes asked of the allocator, which hands out blocks of up to a MiB more."""
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]
 
 
 def all_cases() -> list[GradientCase]:

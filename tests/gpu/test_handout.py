@@ -90,6 +90,13 @@ DENSE = (
     (3, 700, 700, 4, 4, 256, True, (None, None)),
     (1, 1, 300, 2, 2, 128, True, (None, None)),
     (2, 900, 900, 8, 8, 64, False, (None, 100)),
+    (2, 2048, 2048, 8, 8, 128, True, (256, None)),
+    (2, 1900, 1900, 12, 4, 64, True, (127, None)),
+    (1, 1000, 1300, 6, 2, 128, False, (70, 33)),
+    (3, 700, 900, 4, 4, 96, False, (0, 0)),
+    (1, 1500, 1500, 4, 1, 64, False, (200, None)),
+    (2, 500, 4700, 4, 4, 192, True, (4096, None)),
+    (1, 1100, 1100, 2, 2, 256, True, (1023, None)),
 )
 
 
@@ -144,10 +151,11 @@ def test_dense_calls_on_several_streams_and_in_graphs():
         assert all(torch.equal(found, wanted) for found in pair)
 
 
+@pytest.mark.parametrize("window", [(None, None), (2047, None)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_dense_tiles_that_outgrow_their_shift(head_dim):
+def test_dense_tiles_that_outgrow_their_shift(head_dim, window):
     """None of random inputs, one of one row, most of a ramp; exact each time."""
-    q, k, v, keywords = draw_dense((2, 2048, 2048, 8, 8, head_dim, True, (None, None)))
+    q, k, v, keywords = draw_dense((2, 2048, 2048, 8, 8, head_dim, True, window))
     assert flash4.redone_tiles(q, k, v, **keywords).redone == 0
     row = q.clone()
     row[1, 2000, 5] = k[1, 5, 5] * 40
