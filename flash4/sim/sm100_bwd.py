@@ -4,7 +4,7 @@ Each warp is a task, so that what is missing between warps of a role shows too. 
 all CTAs where tiles wait for one another. Sums of dQ lie in the order in which the kernel after this one reads them.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,13 +18,13 @@ from flash4.common.numerics import LOG2E
 from flash4.problem import CallOptions
 from flash4.sim.barriers import NamedBarrier, Semaphore
 from flash4.sim.bulk import Accumulator, BulkGroups, load
-from flash4.sim.bwd_sequences import sides_of
+from flash4.sim.bwd_sequences import sides_of, tiles_of_ctas, to_rows
 from flash4.sim.cluster import Cluster, lane_called
 from flash4.sim.limits import WarpRole, check_registers, check_tmem
 from flash4.sim.machine import Hazard, Machine, join
 from flash4.sim.memory import Region
 from flash4.sim.signals import Edges, Signal, SignalSpec, TmaRing, TmaRingSpec
-from flash4.sim.sm90_bwd import prepare
+from flash4.sim.sm90_bwd import batched, prepare
 from flash4.sim.sm90_fwd import matmul, round_to_16_bit
 from flash4.sim.sm100_bwd_memory import (
     WARPS,
@@ -69,14 +69,22 @@ class Call:
     dk: np.ndarray
     dv: np.ndarray
     options: CallOptions
-    tiles: KvTileSchedule
+    tiles: object
     sums: dict[tuple, Accumulator]
     turns: dict[tuple, Semaphore]
 
     def block_of(self, tile, i):
-        """(batch entry, query head, block of queries) of a step."""
-        block, head = self.tiles.place(tile, i)
-        return tile.batch, head, block
+        """(batch entry of statistics and sums, query head, slot) of a step."""
+        (block, head), where = self.tiles.place(tile, i), self.tiles.where(tile)
+        return where.entry_q, head, where.slot_q + block
+
+    def rows_of(self, tile, i):
+        """Rows of a step's queries in the tensors, (batch entry, begin, end, query head)."""
+        (block, head), where = self.tiles.place(tile, i), self.tiles.where(tile)
+        stored = self.tiles.lengths(tile)[0] if self.config.ragged_q else self.q.shape[1]
+        first = block * TILE_M
+        end = max(first, min(first + TILE_M, stored))
+        return where.entry_q, where.row_q + first, where.row_q + end, head
 
 
 class LoadOps:
@@ -93,13 +101,16 @@ class LoadOps:
         load(region, block, slot.full, block.size * size)
 
     def _keys(self, x, tile, first: int, count: int):
-        begin = tile.n_block * self._call.config.tile_n + first
-        return x[tile.batch, begin : begin + count, tile.head_kv]
+        call, where = self._call, self._call.tiles.where(tile)
+        begin = tile.n_block * call.config.tile_n + first
+        stored = call.tiles.lengths(tile)[1] if call.config.ragged_k else x.shape[1]
+        end = max(begin, min(begin + count, stored))
+        return x[where.entry_k, where.row_k + begin : where.row_k + end, tile.head_kv]
 
     def _queries(self, x, tile, i, first: int = 0, count: int = TILE_M):
-        batch, head, block = self._call.block_of(tile, i)
-        begin = block * TILE_M + first
-        return x[batch, begin : begin + count, head]
+        entry, begin, end, head = self._call.rows_of(tile, i)
+        begin += first
+        return x[entry, begin : max(begin, min(begin + count, end)), head]
 
     def _half(self, rows, width: int):
         return rows[:, self._rank * width : (self._rank + 1) * width]
@@ -283,8 +294,9 @@ class ComputeOps(WarpOps):
         return self._call.tiles.phases(tile)
 
     def place(self, tile, i, phase):
-        """Where step ``i`` lies."""
-        return self._call.block_of(tile, i)
+        """(batch entry, query head, block of queries) of step ``i``."""
+        block, head = self._call.tiles.place(tile, i)
+        return self._call.tiles.where(tile).batch, head, block
 
     def _columns(self):
         """Queries of this warp in a step."""
@@ -395,8 +407,10 @@ class ComputeOps(WarpOps):
     def _send(self, name, target, tile):
         if self._warp:
             return
+        where = self._call.tiles.where(tile)
         first = tile.n_block * self._config.tile_n + self._rank * ROWS
-        rows = target[tile.batch, first : first + ROWS, tile.head_kv]
+        end = where.row_k + max(first, min(first + ROWS, where.stored_k))
+        rows = target[where.entry_k, where.row_k + first : end, tile.head_kv]
         for warp in range(2 * WARPS):
             region = self._memory.out(name, warp)
             lane, width = WARP * (warp % WARPS), region.shape[1]
@@ -445,22 +459,23 @@ class ReduceOps(WarpOps):
         self._bulk.wait_group(DQ_STAGES - 2, read=True)
 
     def place(self, tile, i):
-        """Where step ``i`` lies, and whose it is."""
-        return (*self._call.block_of(tile, i), tile.index)
+        """Where the sums of step ``i`` lie, the block of queries, and whose addition it is."""
+        block, _ = self._call.tiles.place(tile, i)
+        return (*self._call.block_of(tile, i), block, f"{tile.index} {tile.n_block}")
 
     def add_dq(self, place, part):
         """Start the addition of a part, by the first warp."""
         if self._warp:
             return
-        (*block, index), c = place, self._config
-        key = (*block, self._rank, part)
+        c, key = self._config, (*place[:3], self._rank, part)
         for warp in range(WARPS):
             region, at = self._memory.dq(part % DQ_STAGES, warp), (*key, warp)
             if at not in self._call.sums:
-                ordered = c.ordered and not c.left  # tiles without a turn add zeros, in any order
+                # Tiles without a turn add zeros, in any order.
+                ordered = c.ordered and not (c.left or c.varlen)
                 total = Accumulator(self._machine, f"dQ{at}", region.shape, ordered)
                 self._call.sums[at] = total
-            self._bulk.reduce_add(region, self._call.sums[at], str(index))
+            self._bulk.reduce_add(region, self._call.sums[at], place[4])
         self._bulk.commit_group()
 
     def _turn(self, place) -> Semaphore:
@@ -471,7 +486,7 @@ class ReduceOps(WarpOps):
 
     def wait_turn(self, tile, place):
         """Wait until all tiles whose turn comes first have added theirs."""
-        rank = self._call.tiles.rank_of(tile, place[2])
+        rank = self._call.tiles.rank_of(tile, place[3])
         if self._config.ordered and not self._warp and rank >= 0:
             self._turn(place).wait(rank)
 
@@ -479,7 +494,7 @@ class ReduceOps(WarpOps):
         """Wait until the addition is done, and let the next tile go."""
         if self._config.ordered and not self._warp:
             self._bulk.wait_group(0)
-            if self._call.tiles.rank_of(tile, place[2]) >= 0:
+            if self._call.tiles.rank_of(tile, place[3]) >= 0:
                 self._turn(place).add()
 
 
@@ -566,22 +581,29 @@ def simulate_backward(config, tensors, options, workers=2, seed=0, variation=Non
         Hazard: the schedule deadlocks or breaks a rule of the hardware.
     """
     options = options if isinstance(options, CallOptions) else CallOptions(options)
-    q, dq, call = tensors[0], 0, None
+    packed = [x.ndim == 3 for x in tensors[:2]]
+    tensors = batched(tensors, packed)
+    dlse = dlse[None] if packed[0] and dlse is not None else dlse
+    q, k = tensors[:2]
+    dq, call = 0, None
     for machine, call in backward_machines(
         config, tensors, options, workers, seed, variation, dlse
     ):
         machine.run()
         dq = dq + dq_of_sums(call)
     dq = round_to_16_bit(dq * np.float32(options.softmax_scale), config.bf16)
-    return dq[:, :, : q.shape[1], : q.shape[3]].transpose(0, 2, 1, 3), call.dk, call.dv
+    side, _ = sides_of(config, q, k, options)
+    dq = to_rows(side, dq, np.full(q.shape, np.nan, np.float32))
+    results = zip((dq, call.dk, call.dv), (packed[0], packed[1], packed[1]), strict=True)
+    return tuple(x[0] if is_packed else x for x, is_packed in results)
 
 
 def dq_of_sums(call: Call) -> np.ndarray:
-    """What a machine's CTAs have added to dQ, (batch, heads, padded queries, padded head dim), as the next kernel reads it."""
-    c, (batch, seqlen_q, heads, _) = call.config, call.q.shape
-    dq = np.zeros((batch, heads, ceil_div(seqlen_q, TILE_M) * TILE_M, c.tile_d), np.float32)
+    """What a machine's CTAs have added to dQ, (entries, heads, rows of all slots, padded head dim), as the next kernel reads it."""
+    c = call.config
+    dq = np.zeros((*call.lse.shape, c.tile_d), np.float32)
     groups = c.dq_columns // GROUP_NUMBERS
-    for (entry, head, block, rank, part, warp), total in call.sums.items():
+    for (entry, head, slot, rank, part, warp), total in call.sums.items():
         group, lane, number = np.meshgrid(
             *(np.arange(n) for n in (groups, WARP, GROUP_NUMBERS)), indexing="ij"
         )
@@ -593,7 +615,7 @@ def dq_of_sums(call: Call) -> np.ndarray:
         its_group, rest = np.divmod(rest, ROWS * GROUP_NUMBERS)
         thread, its_number = np.divmod(rest, GROUP_NUMBERS)
         row, column = dq_place(c, which, thread, its_group, its_number)
-        dq[entry, head, block * TILE_M + row, column] += total.values
+        dq[entry, head, slot * TILE_M + row, column] += total.values
     return dq
 
 
@@ -604,25 +626,31 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
     """
     (q, k, v, out, lse, dout), variation = tensors, variation or Variation()
     options = options if isinstance(options, CallOptions) else CallOptions(options)
-    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
+    (_, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
+    sides = sides_of(config, q, k, options)
+    batch, ratio = sides[0].batch, heads // heads_kv
     if options.alibi_slopes is not None:
         slopes = np.asarray(options.alibi_slopes, np.float32)
         options = options._replace(alibi_slopes=np.broadcast_to(slopes, (batch, heads)))
     window = (side if side >= 0 else None for side in (options.window_left, options.window_right))
-    grid = KvGrid(ceil_div(seqlen_k, config.tile_n), heads_kv, batch, heads // heads_kv)
-    workers, section = min(workers, grid.total), 1 + seed % grid.head_count
-    tiles = KvTileSchedule(config.blocks(*window), grid, section, 0, workers, seqlen_q, seqlen_k)
+    blocks = config.blocks(*window)
+    if config.varlen:
+        ctas = tiles_of_ctas(config, blocks, sides, (heads_kv, ratio), workers, 1 + seed % 7)
+    else:
+        grid = KvGrid(ceil_div(seqlen_k, config.tile_n), heads_kv, batch, ratio)
+        workers, section = min(workers, grid.total), 1 + seed % grid.head_count
+        lengths = (seqlen_q, seqlen_k)
+        ctas = [KvTileSchedule(blocks, grid, section, i, workers, *lengths) for i in range(workers)]
     dk, dv = (np.full(x.shape, np.nan, np.float32) for x in (k, v))
-    statistics = [-x for x in prepare(sides_of(config, q, k, options)[0], out, lse, dout, dlse)]
+    statistics = [-x for x in prepare(sides[0], out, lse, dout, dlse)]
     check_limits(config)
     machine = None
-    for worker in range(workers):
+    for worker, mine in enumerate(ctas):
         if machine is None or not config.turns:
             machine, shared = Machine(seed + worker, variation.strict), ({}, {})
-        mine = replace(tiles, start=worker)
         call = Call(config, q, k, v, dout, *statistics, dk, dv, options, mine, *shared)
         Kernel(machine, call, variation, f"worker{worker}" if config.turns else "").spawn()
-        if worker == workers - 1 or not config.turns:
+        if worker == len(ctas) - 1 or not config.turns:
             yield machine, call
 
 

@@ -23,9 +23,16 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator, TmemAllocator
 
 from flash4.common.graph import WARP, WARPGROUP
+from flash4.common.kv_one_tile import TILE_WORDS, OneTile
+from flash4.common.kv_sequences import SequenceSchedule, Side
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.numerics import LOG2E, Factor
-from flash4.common.tma_views import permuted_view
+from flash4.common.tma_views import (
+    permuted_view,
+    ragged_rows_view,
+    ragged_store_view,
+    rows_of_entry,
+)
 from flash4.sm100.bwd_config import DQ_STAGES, SMEM_LIMIT, STAT_STAGES, TILE_M, BackwardConfig
 from flash4.sm100.bwd_ends import (
     Bytes,
@@ -68,6 +75,8 @@ BARRIER_TMEM = 1  # all who use tensor memory know where it is
 BARRIER_COMPUTE = 2
 BARRIER_REDUCE = 3
 BARRIER_FREE = 4  # compute and reduce are through with it
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+FINDING_WARP = 1  # not the one that sets up barriers
 # Where one CTA has an operand of the other major: over which.
 SAME = {"kt": "k", "qt": "q", "dot": "do"}
 
@@ -100,6 +109,7 @@ class BackwardSm100:
         """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
         c, fake = self.config, cute.runtime.make_fake_tensor
         batch, heads, heads_kv = cute.sym_int(), cute.sym_int(), cute.sym_int()
+        batch_k = batch if c.cu_q == c.cu_k else cute.sym_int()  # packed: a batch of one
         seqlen_q, seqlen_k, padded, blocks = (cute.sym_int() for _ in range(4))
         head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
 
@@ -116,14 +126,14 @@ class BackwardSm100:
 
         tensors = (
             tensor(batch, seqlen_q, heads, head_dim),
-            tensor(batch, seqlen_k, heads_kv, head_dim),
-            tensor(batch, seqlen_k, heads_kv, head_dim_v),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
             tensor(batch, seqlen_q, heads, head_dim_v),
             floats(batch, heads, padded),
             floats(batch, heads, padded),
             floats(batch, heads, blocks, c.tile_m * c.tile_d),
-            tensor(batch, seqlen_k, heads_kv, head_dim),
-            tensor(batch, seqlen_k, heads_kv, head_dim_v),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim),
+            tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
         )
         turns = (batch, heads, blocks, 2)
         optional = {
@@ -132,6 +142,8 @@ class BackwardSm100:
             ),
             "turns": fake(Int32, turns, stride=(sym(1), sym(1), sym(1), 1), assumed_align=4),
         }
+        for name in LENGTHS:
+            optional[name] = fake(Int32, (cute.sym_int(),), stride=(1,), assumed_align=4)
         tensors += tuple(optional[name] for name in c.optional_tensors)
         types = {"left": Int32, "right": Int32, "workers": Int32}
         numbers = tuple(types.get(name, Float32)(1) for name in c.numbers)
@@ -151,8 +163,9 @@ class BackwardSm100:
         q, k, v, do, lse, delta, dq, dk, dv, *optional = tensors
         optional = dict(zip(c.optional_tensors, optional, strict=True))
         numbers = dict(zip(c.numbers, numbers, strict=True))
+        queries, keys = self._sides(q, k, optional)
         grid = KvGrid(
-            n_blocks=cute.ceil_div(k.shape[1], c.tile_n),
+            n_blocks=keys.slots if c.cu_k else cute.ceil_div(k.shape[1], c.tile_n),
             heads_kv=k.shape[2],
             batch=k.shape[0],
             ratio=Factor(Int32(q.shape[2] // k.shape[2])),
@@ -168,9 +181,14 @@ class BackwardSm100:
             right=numbers.get("right"),
             slopes=optional.get("alibi_slopes"),
             turns=optional.get("turns"),
+            queries=queries if c.varlen else None,
+            keys=keys if c.varlen else None,
+            entry_rows=self._entry_rows(q, k, v, do),
         )
         operands = self._operands(q, k, v, do, dk, dv)
-        workers = cutlass.min(grid.total, numbers["workers"] // c.ctas)
+        workers = grid.total
+        if cutlass.const_expr(not c.varlen):
+            workers = cutlass.min(grid.total, numbers["workers"] // c.ctas)
         self.kernel(operands, run_time, grid, section, (q.shape[1], k.shape[1])).launch(
             grid=(workers * c.ctas, 1, 1),
             cluster=(c.ctas, 1, 1) if c.ctas > 1 else None,
@@ -179,6 +197,32 @@ class BackwardSm100:
             min_blocks_per_mp=1,
             use_pdl=c.chained,
         )
+
+    def _sides(self, q, k, optional):
+        """Where queries and keys of sequences lie whose lengths are in tensors."""
+        cu_q, cu_k, used_q, used_k = (optional.get(name) for name in LENGTHS)
+        batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
+        return (
+            Side(batch, q.shape[1], self.config.tile_m, cu_q, used_q),
+            Side(batch, k.shape[1], self.config.tile_n, cu_k, used_k),
+        )
+
+    def _entry_rows(self, q, k, v, do):
+        """Rows from one batch entry to the next, of what is ragged but not packed."""
+        c, found = self.config, {}
+        if c.used_q and not c.cu_q:
+            found |= {"q": rows_of_entry(q), "do": rows_of_entry(do)}
+        if c.used_k and not c.cu_k:
+            found |= {"k": rows_of_entry(k), "v": rows_of_entry(v)}
+        return found
+
+    def _view(self, name, x, order):
+        """A tensor (B, S, H, D) with its modes in another order, or ragged; see the verbs."""
+        c = self.config
+        if name in ("dk", "dv"):
+            return ragged_store_view(x) if c.cu_k else permuted_view(x, order)
+        ragged = c.ragged_q if name in ("q", "do") else c.ragged_k
+        return ragged_rows_view(x) if ragged else permuted_view(x, order)
 
     def _operands(self, q, k, v, do, dk, dv):
         """TMA descriptors."""
@@ -198,15 +242,12 @@ class BackwardSm100:
 
         def operand(make, x, order, name, shape, mma):
             one = cute.select(layouts[name], [0, 1, 2])
-            view = permuted_view(x, order)
+            view = self._view(name, x, order)
             return Operand(*make(load, view, one, shape, mma, cluster))
 
-        def result(x, name):
-            box = layouts[name].outer.shape
+        def result(x, name, width):
             one = cute.select(layouts[name], [0, 1])
-            width = c.tile_d if name == "dk" else c.tile_dv
-            del box
-            view = permuted_view(x, [1, 3, 2, 0])
+            view = self._view(name, x, rows)
             return Operand(*cpasync.make_tiled_tma_atom(save, view, one, (ROWS, width)))
 
         rows, columns = [1, 3, 2, 0], [3, 1, 2, 0]
@@ -216,8 +257,8 @@ class BackwardSm100:
             "v": operand(make_a, v, rows, "v", s_dv, mma_s),
             "q": operand(make_b, q, rows, "q", s_d, mma_s),
             "do": operand(make_b, do, rows, "do", s_dv, mma_s),
-            "dk": result(dk, "dk"),
-            "dv": result(dv, "dv"),
+            "dk": result(dk, "dk", c.tile_d),
+            "dv": result(dv, "dv", c.tile_dv),
         }
         if c.ctas > 1:
             of_dq = (TILE_M, c.tile_d, c.tile_n)
@@ -244,7 +285,12 @@ class BackwardSm100:
         if cutlass.const_expr(c.chained):
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()  # statistics, sums and counters are there
-        tiles = (run_time, grid, section, seqlens)
+        tiles = (memory, run_time, grid, section, seqlens)
+        if cutlass.const_expr(c.varlen):
+            if warp == FINDING_WARP:
+                number, _, _ = cute.arch.block_idx()
+                self._tiles(*tiles).find(thread, number)
+            cute.arch.sync_threads()
         compute, reduce, mma = (graph.role(name) for name in ("compute", "reduce", "mma"))
         if warp >= mma.warps.start:
             cute.arch.setmaxregister_decrease(mma.registers)
@@ -273,12 +319,19 @@ class BackwardSm100:
         else:
             cute.arch.setmaxregister_decrease(registers)
 
-    def _tiles(self, run_time, grid, section, seqlens):
-        """This CTA's tiles, for a role."""
+    def _tiles(self, memory, run_time, grid, section, seqlens):
+        """This CTA's tiles, for a role; of sequences of different lengths one, which a warp has found."""
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         visits = self.config.blocks(run_time.left, run_time.right)
         ctas = self.config.ctas
+        if self.config.varlen:
+            words = cute.recast_ptr(memory.base["tile"], dtype=Int32)
+            words = cute.make_tensor(words, cute.make_layout(TILE_WORDS))
+            sides = (run_time.queries, run_time.keys)
+            return OneTile(
+                SequenceSchedule(visits, grid, *sides, section, self.config.least_heads), words
+            )
         return KvTileSchedule(visits, grid, section, block // ctas, blocks // ctas, *seqlens)
 
     def _rank(self):
@@ -290,7 +343,10 @@ class BackwardSm100:
     def _allocate(self, warp):
         """Shared memory, barriers and tensor memory; all threads meet here."""
         graph, smem, c = self.graph, SmemAllocator(), self.config
-        base = {b.name: smem.allocate(b.nbytes, byte_alignment=SMEM_ALIGN) for b in graph.buffers}
+        base = {
+            b.name: smem.allocate(b.nbytes, byte_alignment=min(SMEM_ALIGN, b.nbytes))
+            for b in graph.buffers
+        }
         full = {r.name: smem.allocate_array(Int64, r.stages) for r in graph.rings}
         empty = {
             r.name: smem.allocate_array(Int64, r.stages) if r.releases else None
@@ -374,8 +430,8 @@ class BackwardSm100:
         names = [name for name in names if getattr(operands, name) is not None]
         layout = cute.make_layout((TILE_M, 2, STAT_STAGES))
         ops = LoadOps(
-            c, tiles, operands, run_time.lse, run_time.delta, rank, self._smem(memory, names),
-            self._floats(memory, "stat", layout),
+            c, tiles, operands, run_time.entry_rows, run_time.lse, run_time.delta, rank,
+            self._smem(memory, names), self._floats(memory, "stat", layout),
         )  # fmt: skip
         ends = {
             ring.name: Producer(ring, memory.full[ring.name], memory.empty[ring.name], c.ctas, rank)

@@ -8,6 +8,7 @@ from flash4.sm100.fwd_config import COLUMN_STEP, ELEMENT_BYTES, SMEM_LIMIT, padd
 from flash4.sm100.fwd_graph import LEADER, THREADS, UMMA, Buffer, Role
 
 FLOAT_BYTES = 4
+TILE_BYTES = 128  # where a CTA's only tile lies, of sequences of different lengths
 TILE_M = ROWS  # queries of a step: columns of S^T, and rows of dQ
 MAX_HEAD_DIM = 128
 PAIRED_DIM = 128  # halves of Q, dO and K are one group of columns under the swizzle
@@ -17,7 +18,8 @@ STAT_BYTES = 2 * TILE_M * FLOAT_BYTES  # LSE and D of a step's queries
 DQ_STAGES = 2  # of the way out of dQ
 DQ_COLUMNS = 32  # of dQ that leave at a time; half of it in a pair
 REGISTERS = (144, 144, 80)  # reduce, compute, the others: ptxas spills least with these
-FEATURE_REGISTERS = (144, 152, 64)  # windows and slopes
+FEATURE_REGISTERS = (144, 152, 64)  # windows, slopes and sequences
+CAP_REGISTERS = (136, 160, 56)  # caps of sequences, where a pair is not built
 PAIR_REGISTERS = (136, 136, 104)
 NARROW_REGISTERS = (96, 184, 48)  # windows, slopes and caps, where a lane of dQ has 64 columns
 UNEVEN_SECTION_HEADS = 16  # whose tiles, longest first, balance well and still share L2
@@ -29,7 +31,6 @@ EXPONENTIALS = 16  # of an SM per cycle
 UNBUILT = {
     "score_mod": "leave score_mod at None",
     "mask_mod": "leave mask_mod at None",
-    "varlen": "give each sequence a call of its own",
 }
 
 
@@ -50,6 +51,10 @@ class BackwardConfig:
         alibi: scores lose a slope of their head times the distance between query and key.
         ordered: tiles add to dQ in a fixed order, so that it is bitwise repeatable. All CTAs of the launch must be
             on the GPU at the same time.
+        cu_q: queries are packed, one sequence behind the other.
+        cu_k: keys and values are packed.
+        used_q: queries in use are counted for each sequence.
+        used_k: keys in use are counted for each sequence.
     """
 
     bf16: bool
@@ -62,6 +67,10 @@ class BackwardConfig:
     softcap: bool = False
     alibi: bool = False
     ordered: bool = False
+    cu_q: bool = False
+    cu_k: bool = False
+    used_q: bool = False
+    used_k: bool = False
 
     def __post_init__(self):
         dims = (self.tile_d, self.tile_dv)
@@ -71,6 +80,8 @@ class BackwardConfig:
             raise ValueError(
                 f"ctas is {self.ctas} with head dims {dims}: 1, or 2 where both are {PAIRED_DIM}"
             )
+        if self.ctas == 2 and self.varlen:
+            raise ValueError("a pair with sequences of different lengths is not built")
         if self.causal and self.right:
             raise ValueError("causal and right exclude each other: causal is a right side of 0")
 
@@ -81,7 +92,21 @@ class BackwardConfig:
     chained = True  # kernels are launched before the one before has ended
     negates = True  # statistics come as -LSE and -D, to be added
     swap_dq = False
-    varlen = cu_q = cu_k = used_q = used_k = ragged_q = ragged_k = False
+
+    @property
+    def varlen(self) -> bool:
+        """Lengths of sequences are known on the GPU only: each CTA finds its only tile there."""
+        return self.ragged_q or self.ragged_k
+
+    @property
+    def ragged_q(self) -> bool:
+        """Behind the last query of a sequence come rows that are not its own, and may hold anything."""
+        return self.cu_q or self.used_q
+
+    @property
+    def ragged_k(self) -> bool:
+        """The same of keys and values."""
+        return self.cu_k or self.used_k
 
     @property
     def tile_m(self) -> int:
@@ -117,13 +142,21 @@ class BackwardConfig:
             "cap_scale": self.softcap,
             "left": self.left,
             "right": self.right,
+            "workers": not self.varlen,
         }
-        return ("scale", *(name for name, present in given.items() if present), "workers")
+        return ("scale", *(name for name, present in given.items() if present))
 
     @property
     def optional_tensors(self) -> tuple[str, ...]:
         """Tensors that the launch takes after dk and dv, in order."""
-        given = {"alibi_slopes": self.alibi, "turns": self.turns}
+        given = {
+            "alibi_slopes": self.alibi,
+            "turns": self.turns,
+            "cu_seqlens_q": self.cu_q,
+            "cu_seqlens_k": self.cu_k,
+            "seqused_q": self.used_q,
+            "seqused_k": self.used_k,
+        }
         return tuple(name for name, present in given.items() if present)
 
     def lengths_obstacle(self, seqlen_q: int, seqlen_k: int) -> str | None:
@@ -190,13 +223,15 @@ class BackwardConfig:
     @property
     def _registers(self) -> tuple[int, int, int]:
         """Of reduce, compute and the others; ptxas spills least with these."""
-        featured = self.left or self.right or self.alibi or self.softcap
+        featured = self.left or self.right or self.alibi or self.softcap or self.varlen
         if not featured:
             return REGISTERS if self.ctas == 1 else PAIR_REGISTERS
         narrow = (
             self.tile_d // self.ctas <= COLUMN_STEP
         )  # columns of a lane of dQ, which reduce holds
-        return NARROW_REGISTERS if narrow else FEATURE_REGISTERS
+        if narrow:
+            return NARROW_REGISTERS
+        return CAP_REGISTERS if self.softcap else FEATURE_REGISTERS
 
     @property
     def graph(self) -> Graph:
@@ -221,6 +256,8 @@ class BackwardConfig:
             "dq": DQ_STAGES * self.dq_floats * FLOAT_BYTES,
             "stat": STAT_STAGES * STAT_BYTES,
         }
+        if self.varlen:
+            sizes["tile"] = TILE_BYTES
         return Graph(
             roles=tuple(roles.values()),
             rings=rings,
@@ -321,8 +358,7 @@ def can_implement(problem) -> str | None:
     """Why this kernel cannot run the backward of a problem, or None if it can."""
     for name, instead in UNBUILT.items():
         if getattr(problem, name):
-            what = "sequences of different lengths" if name == "varlen" else name
-            return f"gradients with {what} are not built yet; {instead}"
+            return f"gradients with {name} are not built yet; {instead}"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size > MAX_HEAD_DIM:
             return f"takes {name} up to {MAX_HEAD_DIM}, not {size}: S, dP, dV and dK of 128 keys fill tensor memory"
@@ -346,6 +382,10 @@ def choose_config(problem) -> tuple[BackwardConfig, tuple[str, ...]]:
         "softcap": problem.softcap,
         "alibi": problem.alibi,
         "ordered": problem.deterministic,
+        "cu_q": problem.cu_q,
+        "cu_k": problem.cu_k,
+        "used_q": problem.used_q,
+        "used_k": problem.used_k,
     }
     ctas, why_ctas = choose_ctas(problem, fields)
     config = BackwardConfig(ctas=ctas, **fields)

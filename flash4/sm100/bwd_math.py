@@ -57,9 +57,10 @@ class Lanes:
 class Place:
     """Where a step lies; None of what its verbs do not ask."""
 
-    batch: object
+    entry: object  # batch entry of statistics and sums
     head: object  # query head
-    block: object  # of queries
+    block: object  # of queries of the sequence
+    slot: object  # of the entry
     slope_log2: object = None  # of ALiBi, of the head
 
 
@@ -82,6 +83,11 @@ class RunTime:
     right: object
     slopes: object  # (B, H), float32
     turns: object  # (B, H, blocks, 2), int32
+    queries: object  # kv_sequences.Side; None where all sequences are as long as their tensors, as the next
+    keys: object
+    entry_rows: (
+        dict  # rows from one batch entry to the next by name, of what is ragged but not packed
+    )
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ class ComputeOps:
     sPanels: cute.Tensor  # (128 keys, 64 queries, panels), 16 bit
     sDK: cute.Tensor  # (128, tile_d, 1)
     sDV: cute.Tensor  # (128, tile_dv, 1)
-    dk_out: Operand  # (S, D, heads_kv, B)
+    dk_out: Operand  # (S, D, heads_kv, B); of packed keys a ragged view instead of B
     dv_out: Operand
     rank: object  # of the CTA
     warp: object  # in the role
@@ -114,8 +120,8 @@ class ComputeOps:
         block, head = self.tiles.place(tile, i)
         slope = None
         if self.config.alibi:
-            slope = self.run_time.slopes[tile.batch, head] * LOG2E
-        return Place(tile.batch, head, block, slope)
+            slope = self.run_time.slopes[self.tiles.where(tile).batch, head] * LOG2E
+        return Place(None, head, block, None, slope)
 
     def _vector(self, which, part, column, slot):
         """A statistic of four queries, the same for all threads of a warp."""
@@ -306,7 +312,13 @@ class ComputeOps:
     @cute.jit
     def _send(self, operand, sX, tile):
         if self.warp == 0:
-            mX = operand.tensor[None, None, tile.head_kv, tile.batch]
+            where = self.tiles.where(tile)
+            if cutlass.const_expr(self.config.cu_k):  # what comes after the sequence is not written
+                end, rows = where.row_k + where.stored_k, cute.size(operand.tensor, mode=[0])
+                mX = operand.tensor[None, None, tile.head_kv, end]
+                mX = cute.domain_offset((rows - where.stored_k, 0), mX)
+            else:
+                mX = operand.tensor[None, None, tile.head_kv, where.entry_k]
             block = tile.n_block * self.config.ctas + self.rank
             gX = cute.local_tile(mX, (ROWS, cute.size(sX, mode=[1])), (block, 0))
             tXsX, tXgX = cpasync.tma_partition(
@@ -369,15 +381,15 @@ class ReduceOps:
 
     def place(self, tile, i):
         """Where step ``i`` lies."""
-        block, head = self.tiles.place(tile, i)
-        return Place(tile.batch, head, block)
+        (block, head), where = self.tiles.place(tile, i), self.tiles.where(tile)
+        return Place(where.entry_q, head, block, where.slot_q + block)
 
     @cute.jit
     def add_dq(self, place, part: cutlass.Constexpr):
         """Start the addition of a part to the sums, by the first warp."""
         if self.warp == 0:
             floats = self.config.dq_floats
-            sums = self.run_time.dq[place.batch, place.head, place.block, None].iterator
+            sums = self.run_time.dq[place.entry, place.head, place.slot, None].iterator
             target = sums + (self.rank * self.config.dq_steps + part) * floats
             source = self.sDQ[None, 0, 0, part % DQ_STAGES].iterator
             with cute.arch.elect_one():
@@ -391,7 +403,7 @@ class ReduceOps:
                 cute.arch.cp_async_bulk_commit_group()
 
     def _turn(self, place):
-        turns = self.run_time.turns[place.batch, place.head, place.block, None]
+        turns = self.run_time.turns[place.entry, place.head, place.slot, None]
         return turns.iterator + self.rank
 
     @cute.jit

@@ -13,6 +13,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.experimental import primitives
 from cutlass.tensor_utils import LayoutEnum
 
+from flash4.common.tma_views import ragged_rows
 from flash4.sm100.bwd_config import FLOAT_BYTES, Q_STAGES, STAT_BYTES, TILE_M, BackwardConfig
 from flash4.sm100.bwd_graph import ROWS, SLICE
 
@@ -114,8 +115,11 @@ class LoadOps:
     """Verbs of the ``load`` role."""
 
     config: cutlass.Constexpr
-    tiles: object  # kv_tiles.KvTileSchedule, as in the other verbs
+    tiles: object  # kv_tiles.KvTileSchedule or kv_one_tile.OneTile, as in the other verbs
     operands: Operands
+    entry_rows: (
+        dict  # rows from one batch entry to the next by name, of what is ragged but not packed
+    )
     mLSE: cute.Tensor  # (B, H, padded S): -LSE in log2 units; -inf where P must vanish
     mD: cute.Tensor  # (B, H, padded S): -D
     rank: object  # of the CTA
@@ -156,8 +160,13 @@ class LoadOps:
         self._load_keys("v", self.config.tile_dv, tile, slot)
 
     def _load_keys(self, name, width, tile, slot):
-        c, operand = self.config, getattr(self.operands, name)
-        mX = operand.tensor[None, None, tile.head_kv, tile.batch]
+        c, operand, where = self.config, getattr(self.operands, name), self.tiles.where(tile)
+        if c.ragged_k:
+            begin = where.row_k if c.cu_k else where.entry_k * self.entry_rows[name]
+            rows = self.tiles.lengths(tile)[1]
+            mX = ragged_rows(operand.tensor, tile.head_kv, begin, rows)
+        else:
+            mX = operand.tensor[None, None, tile.head_kv, where.entry_k]
         gX = cute.local_tile(mX, (c.tile_n, width), (tile.n_block, 0))
         part = make_mma_s(c).get_slice(self.rank).partition_A(gX)
         self._load(name, operand, part, slot)
@@ -179,8 +188,13 @@ class LoadOps:
         self._load_queries("do", self.config.tile_dv, tile, i, slot)
 
     def _load_queries(self, name, width, tile, i, slot):
-        operand, (block, head) = getattr(self.operands, name), self.tiles.place(tile, i)
-        mX = operand.tensor[None, None, head, tile.batch]
+        c, operand, where = self.config, getattr(self.operands, name), self.tiles.where(tile)
+        block, head = self.tiles.place(tile, i)
+        if c.ragged_q:
+            begin = where.row_q if c.cu_q else where.entry_q * self.entry_rows[name]
+            mX = ragged_rows(operand.tensor, head, begin, self.tiles.lengths(tile)[0])
+        else:
+            mX = operand.tensor[None, None, head, where.entry_q]
         gX = cute.local_tile(mX, (TILE_M, width), (block, 0))
         part = make_mma_s(self.config).get_slice(self.rank).partition_B(gX)
         self._load(name, operand, part, slot)
@@ -210,10 +224,11 @@ class LoadOps:
 
     def load_stat(self, tile, i, slot):
         """-LSE and -D of the queries of step ``i``."""
-        block, head = self.tiles.place(tile, i)
+        (block, head), where = self.tiles.place(tile, i), self.tiles.where(tile)
         with cute.arch.elect_one():
             for which, mX in enumerate((self.mLSE, self.mD)):
-                source = mX[tile.batch, head, None].iterator + block * TILE_M
+                slot_of_block = where.slot_q + block
+                source = mX[where.entry_q, head, None].iterator + slot_of_block * TILE_M
                 target = self.sStat[None, which, slot.index].iterator
                 primitives.cp_async_bulk_shared_cluster_global(
                     target, source, slot.barrier, TILE_M * FLOAT_BYTES

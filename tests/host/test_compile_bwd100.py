@@ -71,6 +71,11 @@ def shipped() -> dict[str, tuple[BackwardConfig, str]]:
         "128/128 softcap, window": config_for(128, 128, softcap=True, **window),
         "128/128 causal, everything": config_for(128, 128, True, **EVERYTHING),
         "128/64 causal": config_for(128, 64, True),
+        "128/64 causal, packed": config_for(128, 64, True, cu_q=True, cu_k=True),
+        "128/128 in use, window": config_for(128, 128, used_q=True, used_k=True, **window),
+        "64/64 packed, softcap, alibi": config_for(
+            64, 64, cu_q=True, cu_k=True, softcap=True, alibi=True
+        ),
         "64/128 alibi": config_for(64, 128, alibi=True),
         "64/128 softcap, window": config_for(64, 128, softcap=True, **window),
     }
@@ -90,7 +95,7 @@ TESTED = (
     "128/128 full",
     "128/128 causal, fp16, deterministic",
     "128/128 causal, window, alibi, deterministic",
-    "128/64 causal",
+    "128/64 causal, packed",
 )
 CONFIGS = {name: EVERY_KIND[name] for name in TESTED}
 
