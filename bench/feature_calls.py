@@ -39,6 +39,7 @@ class Tensors:
         used_k: (batch,) int32 keys in use.
         sink: (heads,) float32.
         slopes: (heads,) float32.
+        dout: gradient of the output, shaped like it.
     """
 
     q: torch.Tensor
@@ -48,6 +49,7 @@ class Tensors:
     used_k: torch.Tensor | None = None
     sink: torch.Tensor | None = None
     slopes: torch.Tensor | None = None
+    dout: torch.Tensor | None = None
 
 
 def make_tensors(problem: Problem, sets: int, seed: int, device: str = "cuda") -> list[Tensors]:
@@ -70,7 +72,8 @@ def make_tensors(problem: Problem, sets: int, seed: int, device: str = "cuda") -
     for _ in range(sets):
         q, k, v = draw(c.heads_q, c.d), draw(c.heads_kv, c.d), draw(c.heads_kv, c.dv)
         outgrow(problem, q, k)
-        made.append(with_features(problem, Tensors(q, k, v, cu, used_k)))
+        dout = draw(c.heads_q, c.dv) if problem.backward else None
+        made.append(with_features(problem, Tensors(q, k, v, cu, used_k, dout=dout)))
     return made
 
 
@@ -101,7 +104,7 @@ def draw_all(
     made: dict[Problem, list[Tensors]] = {}
     by_data: dict[tuple, list[Tensors]] = {}
     for problem in problems:
-        data = (problem.shape, problem.lengths, problem.used_k, problem.data)
+        data = (problem.shape, problem.lengths, problem.used_k, problem.data, problem.backward)
         shared = by_data.get(data)
         own = make_tensors(problem, sets, seed, device) if shared is None else shared
         by_data.setdefault(data, own)
@@ -122,8 +125,18 @@ class FeatureContender(Contender):
         return CONTENDERS[self.arm.package]().available()
 
     def prepare(self, cell, inputs, direction="forward"):
-        """Return the call to time, on `Tensors`."""
-        return CALLS[self.arm.package](self.arm.problem, inputs)
+        """Return the call to time, on `Tensors`: of a graph that is built here for gradients."""
+        problem, call = self.arm.problem, CALLS[self.arm.package]
+        if problem is None or not problem.backward:
+            return call(problem, inputs)
+        leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        out = self.output(call(problem, replace(inputs, q=leaves[0], k=leaves[1], v=leaves[2]))())
+        return functools.partial(torch.autograd.grad, out, leaves, inputs.dout, retain_graph=True)
+
+    def results(self, raw, direction):
+        """Return (out,), or (dq, dk, dv) from what a call for gradients returned."""
+        backward = self.arm.problem is not None and self.arm.problem.backward
+        return super().results(raw, "backward" if backward else direction)
 
     def counts(self, inputs: Tensors) -> dict[str, int]:
         """Return how many tiles flash4 works on twice, for data that is meant to make it do so."""
@@ -194,6 +207,12 @@ def probabilities(
 
     s = scale q k^T;  s = cap tanh(s / cap);  s -= slope |p - j|;  P = softmax(s, exp(sink))
     """
+    p, _, _, v, place = _scores(problem, x, sequence, first, head)
+    return p, v, place
+
+
+def _scores(problem: Problem, x: Tensors, sequence: int, first: int, head: int) -> tuple:
+    """Return P as `probabilities`, the cap's derivative at each score, K, V and the place."""
     row, start, queries, keys = problem.sequences()[sequence]
     kv_head = head // (problem.shape.heads_q // problem.shape.heads_kv)
     rows = slice(start + first, start + min(queries, first + SLICE_ROWS))
@@ -203,9 +222,10 @@ def probabilities(
         q[place].double(),
         *(t[row, start : start + keys, kv_head].double() for t in (k, v)),
     )
-    scores = q @ k.T * problem.shape.d**-0.5
+    scores, slope = q @ k.T * problem.shape.d**-0.5, 1.0
     if problem.softcap:
-        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+        capped = torch.tanh(scores / problem.softcap)
+        scores, slope = problem.softcap * capped, 1 - capped.square()
     positions = torch.arange(first, first + q.shape[0], device=q.device) + keys - queries
     distance = positions[:, None] - torch.arange(keys, device=q.device)
     if problem.alibi:
@@ -217,7 +237,24 @@ def probabilities(
     if problem.sink:
         sinks = x.sink[head].double().expand(q.shape[0], 1)
         scores = torch.cat([scores, sinks], -1)
-    return torch.softmax(scores, -1)[:, :keys], v, place
+    return torch.softmax(scores, -1)[:, :keys], slope, k, v, place
+
+
+def gradient_of_queries(
+    problem: Problem, x: Tensors, sequence: int, first: int, head: int
+) -> tuple[torch.Tensor, torch.Tensor, tuple]:
+    """Return dq of consecutive queries of one head, exact and with intermediates rounded, and their place.
+
+    dS = P (dO V^T - rowsum(dO O)) slope;  dQ = scale dS K
+    """
+    p, slope, k, v, place = _scores(problem, x, sequence, first, head)
+    dout = (x.dout[None] if problem.lengths else x.dout)[place].double()
+    found = []
+    for rounding in (torch.Tensor.double, _rounded):
+        delta = (dout * rounding(rounding(p) @ v)).sum(-1, keepdim=True)
+        ds = rounding(p * (dout @ v.T - delta) * slope)
+        found.append(rounding(ds @ k * problem.shape.d**-0.5))
+    return *found, place
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:
@@ -225,44 +262,60 @@ def _rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def mismatch(problem: Problem, x: Tensors, out: torch.Tensor) -> str | None:
-    """Return what is wrong with a result on slices, or None."""
-    shape = (*x.q.shape[:-1], problem.shape.dv)
-    if tuple(out.shape) != shape:
-        return f"out has shape {tuple(out.shape)} instead of {shape}"
-    whole = out[None] if problem.lengths else out
-    for i, (sequence, first, head) in enumerate(_slices(problem)):
-        p, v, place = probabilities(problem, x, sequence, first, head)
-        text = disagreement(whole[place], p @ v, _rounded(_rounded(p) @ v))
+def mismatch(problem: Problem, x: Tensors, results: tuple[torch.Tensor, ...]) -> str | None:
+    """Return what is wrong with a result, (out,) or (dq, dk, dv): with out or dq on slices, or None."""
+    label, first = ("dq", x.q.shape) if problem.backward else ("out", None)
+    expected = first or (*x.q.shape[:-1], problem.shape.dv)
+    if tuple(results[0].shape) != tuple(expected):
+        return f"{label} has shape {tuple(results[0].shape)} instead of {tuple(expected)}"
+    whole = results[0][None] if problem.lengths else results[0]
+    for i, place in enumerate(_slices(problem)):
+        if problem.backward:
+            exact, rounded, rows = gradient_of_queries(problem, x, *place)
+        else:
+            p, v, rows = probabilities(problem, x, *place)
+            exact, rounded = p @ v, _rounded(_rounded(p) @ v)
+        text = disagreement(whole[rows], exact, rounded)
         if text:
-            return f"out (slice {i}): {text}"
+            return f"{label} (slice {i}): {text}"
     return None
 
 
 @torch.no_grad()
 def mismatches(
-    results: dict[str, tuple[Arm, torch.Tensor]], inputs: dict[Problem, Tensors]
+    results: dict[str, tuple[Arm, tuple[torch.Tensor, ...]]], inputs: dict[Problem, Tensors]
 ) -> dict[str, str]:
     """Return what is wrong with each arm's result; names that are right are absent.
 
     Args:
-        results: by name of the arm, itself and its whole output, peers first: the first right result of a
-            problem is what later ones of the same problem are compared with as a whole.
+        results: by name of the arm, itself and its whole results, peers first: the first right ones of a
+            problem, whatever the order of its sums, are what later ones are compared with as a whole.
         inputs: what they were given.
     """
     wrong: dict[str, str] = {}
     trusted: dict[Problem, str] = {}
-    for name, (arm, out) in results.items():
+    for name, (arm, found) in results.items():
         if arm.problem is None:
             continue
-        text = mismatch(arm.problem, inputs[arm.problem], out)
-        reference = trusted.setdefault(arm.problem, name) if text is None else name
+        text = mismatch(arm.problem, inputs[arm.problem], found)
+        same = replace(arm.problem, deterministic=False)
+        reference = trusted.setdefault(same, name) if text is None else name
         if reference != name:
-            ours, theirs = (
-                x[None] if arm.problem.lengths else x for x in (out, results[reference][1])
-            )
-            text = row_disagreement(ours, theirs, ROW_TOLERANCE["forward"])
+            text = _whole_mismatch(arm.problem, found, results[reference][1])
             text = text and f"against {reference}: {text}"
         if text:
             wrong[name] = text
     return wrong
+
+
+def _whole_mismatch(problem: Problem, ours: tuple, theirs: tuple) -> str | None:
+    """Return where two results of a problem differ as a whole, or None."""
+    direction = "backward" if problem.backward else "forward"
+    labels = ("dq", "dk", "dv") if problem.backward else ("out",)
+    for label, *both in zip(labels, ours, theirs):
+        text = row_disagreement(
+            *(x[None] if problem.lengths else x for x in both), ROW_TOLERANCE[direction]
+        )
+        if text:
+            return f"{label} {text}"
+    return None

@@ -32,6 +32,8 @@ class Problem:
         alibi: an ALiBi slope per head.
         data: "normal" draws; or, so that rows outgrow a shift that the first visited keys set, "ramp" (scores
             that grow from the last key to the first, by 1400) or "peaked" (scores of standard deviation 60).
+        backward: what is asked for are the gradients of q, k and v.
+        deterministic: to the same bits run after run.
     """
 
     shape: Cell
@@ -42,6 +44,8 @@ class Problem:
     sink: bool = False
     alibi: bool = False
     data: str = "normal"
+    backward: bool = False
+    deterministic: bool = False
 
     def sequences(self) -> list[tuple[int, int, int, int]]:
         """Return (batch row, first token, queries, keys) of every sequence."""
@@ -54,7 +58,7 @@ class Problem:
         return [(0, start, n, n) for start, n in zip(starts, self.lengths)]
 
     def flops(self) -> int:
-        """Return 2 (d + dv) for each pair that is counted.
+        """Return 2 (d + dv) for each pair that is counted, 2.5 times that for the gradients.
 
         Half of all pairs if causal, as the papers count, and the visible ones of a window.
         """
@@ -65,7 +69,8 @@ class Problem:
                 pairs += 2 * queries * w - w * (w - 1)
             else:
                 pairs += queries * keys * (1 if c.causal else 2)
-        return pairs * c.heads_q * (c.d + c.dv)
+        products = 5 if self.backward else 2
+        return pairs * c.heads_q * (c.d + c.dv) * products // 2
 
     def keywords(self, tensors: Any) -> dict[str, Any]:
         """Return the keywords that flash4 and flash-attn-4 share; tensors as in `bench.feature_calls`."""
@@ -78,6 +83,8 @@ class Problem:
             asked["learnable_sink"] = tensors.sink
         if self.alibi:
             asked["alibi_slopes"] = tensors.slopes
+        if self.deterministic:
+            asked["deterministic"] = True
         if self.lengths:
             longest = max(self.lengths)
             asked |= {"cu_seqlens_q": tensors.cu, "cu_seqlens_k": tensors.cu}
@@ -143,10 +150,14 @@ def _against(peers: str, problem: Problem, name: str, group: str, limit: float) 
     return FeatureCell(group, name, arms, (Bar("rate", SUBJECT, PEER, limit),))
 
 
+def _packed(lengths: tuple[int, ...], shape: str, **asked: Any) -> Problem:
+    cell = replace(Cell.parse(shape.replace("-h", "-s1-b1-h")), seqlen=sum(lengths))
+    return Problem(cell, lengths, **asked)
+
+
 def _varlen() -> list[FeatureCell]:
     def packed(name: str, lengths: tuple[int, ...], shape: str, limit: float) -> FeatureCell:
-        cell = replace(Cell.parse(shape.replace("-h", "-s1-b1-h")), seqlen=sum(lengths))
-        return _against("fa4 fa2", Problem(cell, lengths), f"{shape}-{name}", "varlen", limit)
+        return _against("fa4 fa2", _packed(lengths, shape), f"{shape}-{name}", "varlen", limit)
 
     padded = Problem(Cell.parse("d128-full-s4096-b16-h16"), used_k=USED)
     return [
@@ -212,7 +223,34 @@ def _gemm() -> list[FeatureCell]:
     return cells
 
 
-CELLS = tuple(cell for make in (_varlen, _window, _cost, _dims, _redo, _gemm) for cell in make())
+def _backward_varlen() -> list[FeatureCell]:
+    cells = []
+    for shape, limit in (
+        ("d128-causal-h16", 1.10),
+        ("d128-causal-h32x8", 1.0),
+        ("d64-causal-h32", 1.0),
+        ("d128-full-h16", 1.0),
+    ):
+        problem = _packed(LENGTHS, shape, backward=True)
+        cells.append(_against("fa4", problem, f"{shape}-10seqs", "backward-varlen", limit))
+    return cells
+
+
+def _backward_cost() -> list[FeatureCell]:
+    plain = Problem(Cell.parse("d128-causal-s8192-b2-h16"), backward=True)
+    asked = {
+        "deterministic": (replace(plain, deterministic=True), 1.08),
+        "softcap": (replace(plain, softcap=30.0), 1.20),
+    }
+    arms, bars = [Arm(SUBJECT, plain), Arm("fa4", plain)], []
+    for label, (problem, limit) in asked.items():
+        arms += [Arm(package, problem, label) for package in (SUBJECT, "fa4")]
+        bars.append(Bar("time", f"{SUBJECT} {label}", SUBJECT, limit))
+    return [FeatureCell("backward-cost", plain.shape.name, tuple(arms), tuple(bars))]
+
+
+MAKERS = (_varlen, _window, _cost, _dims, _redo, _gemm, _backward_varlen, _backward_cost)
+CELLS = tuple(cell for make in MAKERS for cell in make())
 GROUPS = tuple(dict.fromkeys(cell.group for cell in CELLS))
 
 

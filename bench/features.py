@@ -1,7 +1,8 @@
 """Measure features beside the peers and plain kernels, and hold them to bars: `python -m bench.features`.
 
 Groups of cells (`--cells`): varlen, window, cost (of softcap, sink and ALiBi over the plain kernel), dims (head dims
-without a kernel of their own), redo (rows that outgrow a fixed shift), gemm (share of a matrix product's rate). The
+without a kernel of their own), redo (rows that outgrow a fixed shift), gemm (share of a matrix product's rate),
+backward-varlen and backward-cost (of a fixed order of sums, and of softcap, over plain gradients). The
 exit status is 1 if a contender computed something wrong or broke, if flash4 could not run or, with `--assert`, if a bar
 was missed or has no figure; 2 if nothing could be measured.
 """
@@ -90,7 +91,7 @@ def measure_feature_cell(
         contenders[arm.name] = make(arm)
         records[arm.name], entry, raw = core.enter(contenders[arm.name], shape, inputs, bench)
         if entry is not None:
-            entries[arm.name], results[arm.name] = entry, (arm, raw[0])
+            entries[arm.name], results[arm.name] = entry, (arm, raw)
     first = {problem: made[0] for problem, made in tensors.items()}
     for name, text in calls.mismatches(results, first).items():
         records[name].update(status="mismatch", error=text)
@@ -134,6 +135,10 @@ def kernel_keys(cells: Sequence[FeatureCell], arch: str) -> list[tuple[str, Any,
         x = calls.make_tensors(problem, 1, 0, "meta")[0]
         try:
             plan = flash4.explain(x.q, x.k, x.v, arch=arch, **problem.keywords(x))
+            if problem.backward:
+                asked = problem.keywords(x) | {"backward": True}
+                gradients = flash4.explain(x.q, x.k, x.v, arch=arch, **asked)
+                keys.update(dict.fromkeys(gradients.kernels))
         except NotImplementedError:
             continue
         keys[plan.kernel, plan.config, plan.arch] = None

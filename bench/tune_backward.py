@@ -109,7 +109,7 @@ def time_parts(cell: Cell, variant: str, seconds: float) -> dict[str, float]:
 
     (inputs,) = make_inputs(cell, 1, "backward", 0)
     launch = _launch(cell, variant)
-    names = [n for n in ("prepare", "main", "finish") if getattr(launch, n) is not None]
+    names = ("prepare", "main", "finish")
     parts = {name: Part(getattr(launch, name), []) for name in names}
     import flash4
     from flash4.interface import options_of
@@ -133,9 +133,8 @@ def time_parts(cell: Cell, variant: str, seconds: float) -> dict[str, float]:
         Entry("prepare", (first,)),
         Entry("prepare+main", (lambda: [call() for call in both],)),
     ]
-    if "finish" in parts:
-        last = functools.partial(parts["finish"].function, *parts["finish"].calls[0])
-        entries.append(Entry("finish", (last,)))
+    last = functools.partial(parts["finish"].function, *parts["finish"].calls[0])
+    entries.append(Entry("finish", (last,)))
     found = measure(entries, CudaDevice(), seconds)
     return {name: timing.summary()["median_us"] for name, timing in found.timings.items()}
 

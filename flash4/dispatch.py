@@ -134,7 +134,7 @@ class BackwardPlan:
         arch: target architecture.
         config: its compile-time configuration.
         prepare: configuration of the kernel before it.
-        finish: configuration of the kernel after it; None if there is none.
+        finish: configuration of the kernel after it.
         grid: extent of the work in tiles of keys.
         section: heads whose tiles run together; of sequences of different lengths, tiles.
         reasons: why this kernel and this configuration.
@@ -159,7 +159,7 @@ class BackwardPlan:
     def kernels(self) -> tuple[tuple[str, object, str], ...]:
         """(kernel, config, architecture) of what is launched, in order."""
         named = ((PREPARE, self.prepare), (self.kernel, self.config), (FINISH, self.finish))
-        return tuple((kernel, config, self.arch) for kernel, config in named if config is not None)
+        return tuple((kernel, config, self.arch) for kernel, config in named)
 
     @property
     def query_blocks(self) -> int:
@@ -315,7 +315,7 @@ def plan_backward(
         reasons=reasons,
         rejected=tuple(rejected),
     )
-    steps = plan.query_blocks * problem.heads_q * (1 + config.converts)  # in two parts
+    steps = plan.query_blocks * problem.heads_q
     if max((plan.grid.total + plan.grid.n_blocks) * config.ctas, steps) > MAX_TILES:
         raise NotImplementedError(
             f"{plan.grid.total} tiles of keys, {steps} of queries; supported are {MAX_TILES}: split the batch"

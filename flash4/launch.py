@@ -252,7 +252,7 @@ def _scratch_like(lse):
     return _scratch[device].as_strided(lse.shape, lse.stride())
 
 
-_OPTIONAL_OF_BACKWARD = {"alibi_slopes", ops.TURNS, ops.NEXT_TILE, "dq_out"}
+_OPTIONAL_OF_BACKWARD = {"alibi_slopes", ops.TURNS, ops.NEXT_TILE}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -263,7 +263,7 @@ class PreparedBackward:
         device: index of the device.
         empty: allocator.
         scale: of scores.
-        kernels: (prepare, main, finish); the last may be None.
+        kernels: prepare, main and finish.
         numbers: what the main kernel takes besides tensors.
         section: heads per section of the tile schedule.
         strides: of q, k, v, out, lse and the gradient of out, where nothing has to be copied.
@@ -342,11 +342,10 @@ class PreparedBackward:
         lse2, delta, sums, *counters = (empty(x.shape, x.strides, x.dtype) for x in self.workspace)
         prepare, main, finish = self.kernels
         prepare((out, dout, lse, lse2, delta, sums, *counters))
-        made = {"alibi_slopes": slopes, "dq_out": dq, **dict(zip(self.counters, counters))}
+        made = {"alibi_slopes": slopes, **dict(zip(self.counters, counters))}
         optional = [made[name] for name in self.optional]
         main((q, k, v, dout, lse2, delta, sums, dk, dv, *optional), self.numbers, self.section)
-        if finish is not None:
-            finish((sums, dq), self.scale)
+        finish((sums, dq), self.scale)
         return dq, dk, dv
 
 

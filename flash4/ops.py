@@ -357,7 +357,7 @@ class BackwardLaunch:
     Attributes:
         prepare: compiled kernel before the main one.
         main: compiled kernel.
-        finish: compiled kernel after it, or None.
+        finish: compiled kernel after it.
         config: of the main kernel.
         section: heads per section of the tile schedule.
         query_blocks: blocks of queries of each head, of a batch entry or of packed queries.
@@ -396,8 +396,7 @@ def _backward_launch_for(q, k, v, options: CallOptions, dlse: bool) -> BackwardL
 
 def launch_of(plan: BackwardPlan, blocks: int, workers: int) -> BackwardLaunch:
     """Compiled kernels of a plan; ``blocks`` as of ``query_blocks``, ``workers`` the GPU's multiprocessors."""
-    prepare, main, *finish = (kernel_for(*kernel) for kernel in plan.kernels)
-    finish = finish[0] if finish else None
+    prepare, main, finish = (kernel_for(*kernel) for kernel in plan.kernels)
     return BackwardLaunch(prepare, main, finish, plan.config, plan.section, blocks, workers)
 
 
@@ -447,9 +446,9 @@ def launch_backward(launch: BackwardLaunch, dout, dlse, inputs, out, lse, option
     sums = q.new_empty((*rows, config.tile_m * config.tile_d), dtype=torch.float32)
     shapes = counter_shapes(config, rows)
     counters = {name: q.new_empty(shape, dtype=torch.int32) for name, shape in shapes.items()}
-    batch, made = options.batch(inputs[0]), counters | {"dq_out": dq}
+    batch = options.batch(inputs[0])
     optional = {
-        name: made[name] if name in made else _optional_tensor(name, options, batch)
+        name: counters[name] if name in counters else _optional_tensor(name, options, batch)
         for name in config.optional_tensors
     }
     lengths = [optional[name] for name in LENGTHS_OF_QUERIES if name in optional]
@@ -461,8 +460,7 @@ def launch_backward(launch: BackwardLaunch, dout, dlse, inputs, out, lse, option
         launch.prepare(prepared)
         numbers = _backward_numbers(config.numbers, options, launch.workers)
         launch.main(tensors, numbers, launch.section)
-        if launch.finish is not None:
-            launch.finish((sums, dq, *lengths), options.softmax_scale)
+        launch.finish((sums, dq, *lengths), options.softmax_scale)
     if sink is None:
         return *gradients, lse.new_empty(0)
     delta = statistics_of_rows(statistics[1], lse, options.cu_seqlens_q, config.tile_m)

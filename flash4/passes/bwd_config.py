@@ -62,15 +62,13 @@ class FinishConfig:
         return self.tile_m == 128 and not self.swap_dq
 
 
-def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig | None]:
-    """The kernels around a backward kernel of this config; none after one that makes dQ itself."""
+def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig]:
+    """The kernels around a backward kernel of this config."""
     lengths = (config.cu_q, config.used_q)
     prepare = PrepareConfig(
         config.bf16, config.tile_m, config.tile_d, config.tile_dv, dlse, config.turns,
         config.handed_out, not config.first_stores, config.chained, *lengths, config.negates,
     )  # fmt: skip
-    if config.converts:
-        return prepare, None
     return prepare, FinishConfig(
         config.bf16,
         config.tile_m,

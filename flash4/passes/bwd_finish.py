@@ -69,7 +69,9 @@ class FinishBackward:
         c, (sums, dq) = self.config, tensors
         thread, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()
-        block, head, batch = place_of(index, blocks)
+        # The last first: their sums were added to last, and are in L2 still.
+        count, _, _ = cute.arch.grid_dim()
+        block, head, batch = place_of(count - 1 - index, blocks)
         rows = rows_of(side, thread, (block, batch), dq, c.tile_m)
         part, mine = thread // PART_THREADS, thread % PART_THREADS
         width = c.tile_d + VECTOR  # rows apart by other than whole turns of the banks

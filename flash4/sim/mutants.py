@@ -23,7 +23,14 @@ from flash4.sim.cluster import arrive_at
 from flash4.sim.machine import Hazard
 from flash4.sim.rings import Ring, SharedRing
 from flash4.sim.sm90_fwd import Variation, round_to_16_bit, simulate_forward
-from flash4.sm90 import bwd_joint_roles, bwd_late_roles, bwd_roles, bwd_wide_roles, fwd_roles
+from flash4.sm90 import (
+    bwd_alternate_roles,
+    bwd_joint_roles,
+    bwd_late_roles,
+    bwd_roles,
+    bwd_wide_roles,
+    fwd_roles,
+)
 from flash4.sm90.bwd_config import BackwardConfig
 from flash4.sm90.bwd_wide_config import WideBackwardConfig
 from flash4.sm90.fwd_config import ForwardConfig
@@ -39,7 +46,7 @@ DROPPED = {
     *("post", "tail", "meet"),  # of signals, rings and pairs on Blackwell
     *("post_nothing", "wait_stores"),  # of tiles that are handed out
     *("sync", "acquire", "wait_read", "wait_turn", "pass_turn", "drain"),  # of the backward
-    *("pass_last_turn", "wait_sums"),
+    *("open_turns", "take_turn"),
     *("post_p", "wait_p", "post_ds", "wait_ds"),  # of the wide one
     *("wait_peer", "release_peer", "acquire_ds"),  # and of its pairs of CTAs
     *("wait_sent", "expect", "send_ds"),  # of the Blackwell backward
@@ -190,9 +197,9 @@ class BackwardProblem:
 
 
 HANDED_OUT = {"handed_out": True, "first_stores": True, "backwards": True}
-CONVERTED = {**HANDED_OUT, "converts": True, "ahead": True}
+BY_TURNS = {"late": True, "alternate": True}
 # Tiles of one step and of several, with and without a mask, one tile and several of a CTA, both ways to share out dQ; dQ a
-# step late, tiles handed out, sums that the first tile stores, and that a warp converts.
+# step late, products by turns, tiles handed out, sums that the first tile stores.
 BACKWARD_PROBLEMS = (
     BackwardProblem(BackwardConfig(True, 16, 16, 64, False), 300, 200),
     BackwardProblem(BackwardConfig(True, 16, 16, 64, True), 200, 300, 2),
@@ -202,8 +209,8 @@ BACKWARD_PROBLEMS = (
     BackwardProblem(BackwardConfig(True, 16, 16, 64, False, **HANDED_OUT), 150, 400, 1, 2),
     BackwardProblem(BackwardConfig(True, 16, 16, 64, True, late=True), 200, 300, 2),
     BackwardProblem(BackwardConfig(True, 16, 16, 64, True, late=True, **HANDED_OUT), 300, 400),
-    BackwardProblem(BackwardConfig(True, 16, 16, 64, False, **CONVERTED), 150, 400, 1, 2),
-    BackwardProblem(BackwardConfig(True, 16, 16, 64, True, late=True, **CONVERTED), 300, 300, 1, 2),
+    BackwardProblem(BackwardConfig(True, 16, 16, 64, True, **BY_TURNS), 200, 300, 2),
+    BackwardProblem(BackwardConfig(True, 16, 16, 64, False, **BY_TURNS, **HANDED_OUT), 300, 400),
 )
 
 # One and two parts of dQ for a warpgroup, one CTA and two, one slot of dO and two.
@@ -500,11 +507,16 @@ def sm90_bwd_mutants() -> list[Mutant]:
     """All mutants of the Hopper backward: of its source, and of how its ends count slots."""
     source, path, vary = inspect.getsource(bwd_roles), bwd_roles.__file__, sm90_bwd.Variation
     found = list(mutants_of_source(source, path, "BackwardRoles", vary))
-    late = mutants_of_source(
-        inspect.getsource(bwd_late_roles), bwd_late_roles.__file__, "LateRoles",
-        lambda roles: vary(late_roles=roles),
-    )  # fmt: skip
-    found += [replace(mutant, name=f"late {mutant.name}") for mutant in late]
+    kinds = (
+        ("late", bwd_late_roles, "LateRoles"),
+        ("alternate", bwd_alternate_roles, "AlternateRoles"),
+    )
+    for name, module, roles in kinds:
+        mutants = mutants_of_source(
+            inspect.getsource(module), module.__file__, roles,
+            lambda roles, name=name: vary(**{f"{name}_roles": roles}),
+        )  # fmt: skip
+        found += [replace(mutant, name=f"{name} {mutant.name}") for mutant in mutants]
     return found + list(miscounts(("load", "mma"), vary))
 
 

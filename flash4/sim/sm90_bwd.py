@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from flash4.common.dq_blocks import DqBlocks
 from flash4.common.dsl import plain
 from flash4.common.geometry import ceil_div
 from flash4.common.graph import WARP, WARPGROUP
@@ -18,6 +17,7 @@ from flash4.common.numerics import LOG2E
 from flash4.problem import CallOptions
 from flash4.sim.barriers import NamedBarrier, Semaphore
 from flash4.sim.bulk import Accumulator, BulkGroups
+from flash4.sim.bwd_exchange import Exchange, barriers_of_ds, barriers_of_turns
 from flash4.sim.bwd_sequences import (
     sides_of,
     slots_and_entries,
@@ -32,12 +32,12 @@ from flash4.sim.machine import Machine
 from flash4.sim.memory import Fragment, Region, Space
 from flash4.sim.rings import End, MmaQueue, Ring
 from flash4.sim.sm90_fwd import matmul, round_to_16_bit
+from flash4.sm90.bwd_alternate_roles import AlternateRoles
 from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, TILE_N, BackwardConfig
 from flash4.sm90.bwd_late_roles import LateRoles
 from flash4.sm90.bwd_ops import (
     BARRIER_DQ_EMPTY,
     BARRIER_DQ_FULL,
-    BARRIER_DS_EMPTY,
     BARRIER_EXCHANGE,
     BARRIER_STORE,
     BOX_THREADS,
@@ -68,7 +68,7 @@ class Call:
         tiles: schedule of one CTA, or of one role where tiles are handed out.
         sums: (batch entry, head, block, warpgroup) -> what the machine's CTAs add to dQ there.
         turns: the same -> count of tiles that have added, if somebody waits for them.
-        dq: result of the ``convert`` role, (batch entry, head, queries of all blocks, padded head dim).
+        sums_shape: (batch entries, heads, queries of all blocks, padded head dim).
     """
 
     config: BackwardConfig
@@ -84,7 +84,7 @@ class Call:
     tiles: object
     sums: dict[tuple, Accumulator]
     turns: dict[tuple, Semaphore]
-    dq: np.ndarray
+    sums_shape: tuple[int, ...]
 
     def turn(self, machine: Machine, key) -> Semaphore:
         """The count of a key."""
@@ -153,47 +153,6 @@ class LoadOps:
             block = np.concatenate([block, column[:, None]], 1)
             nbytes += column.nbytes
         slot.fill(block, nbytes)
-
-
-class Exchange:
-    """Where both MMA warpgroups meet, or tell each other how far they are with the dS of a number.
-
-    Args:
-        meeting: of both.
-        empty: barriers by warpgroup that writes dS and stage; None where they always meet.
-        group: whose end this is.
-    """
-
-    def __init__(self, meeting: NamedBarrier, empty, group: int):
-        self._meeting, self._empty, self._group = meeting, empty, group
-
-    def sync(self):
-        """Wait for the other warpgroup."""
-        self._meeting.sync()
-
-    def open(self):
-        """Say that the stage of the other's first dS is empty."""
-        self.release(1)
-
-    def acquire(self, number):
-        """Wait until the other has read the dS that the stage of ``number`` held."""
-        self._empty[self._group][number % STAGES].sync()
-
-    def release(self, number):
-        """Say that this warpgroup has read the other's dS."""
-        barrier = self._empty[1 - self._group][number % STAGES]
-        barrier.arrive()
-        barrier.machine.give_way()
-
-
-def _ds_barriers(machine: Machine):
-    """Barriers of dS by warpgroup that writes it and stage."""
-
-    def barrier(group, stage):
-        number, name = BARRIER_DS_EMPTY + STAGES * group + stage, f"ds[{group}][{stage}] empty"
-        return NamedBarrier(machine, number, name, EXCHANGE_THREADS, WARPGROUP)
-
-    return [[barrier(group, stage) for stage in range(STAGES)] for group in GROUPS]
 
 
 @dataclass(frozen=True)
@@ -301,18 +260,10 @@ class ReduceOps:
         """Wait until the addition is done, and let the next tile go; see the verb of ``bwd_ops``."""
         config, rank = self._call.config, self._rank(tile, i)
         if config.ordered or (config.turns and rank == 0):
-            self._count(tile, i, 0, rank >= 0)
-        elif config.converts and i > 0:
-            self._count(tile, i - 1, 1)
+            self._count(tile, i, rank >= 0)
 
-    def pass_last_turn(self, tile):
-        """Count the last addition of a tile, where that is not done yet."""
-        config = self._call.config
-        if config.converts and not config.ordered and tile.n_block > 0:
-            self._count(tile, tile.steps - 1, 0)
-
-    def _count(self, tile, i, pending, counts=True):
-        self._bulk.wait_group(pending)
+    def _count(self, tile, i, counts):
+        self._bulk.wait_group(0)
         if counts:
             self._turn(tile, i).add()
 
@@ -347,35 +298,6 @@ class ReduceOps:
     def drain(self):
         """Wait until all additions are done."""
         self._bulk.wait_group(0)
-
-
-class ConvertOps:
-    """Verbs of the ``convert`` role."""
-
-    def __init__(self, machine: Machine, call: Call):
-        self._machine, self._call = machine, call
-
-    def wait_sums(self, block):
-        """Wait until all tiles that visit a block have added theirs."""
-        self._call.turn(self._machine, self._key(block)).wait(block.visitors)
-
-    def load_sums(self, block, slot):
-        """Fill a slot with the sums."""
-        call, key = self._call, self._key(block)
-        queries, columns = call.config.dq_shape
-        sums = np.zeros((queries, columns), np.float32)
-        if key in call.sums:  # else nobody visits it
-            sums = call.sums[key].region.read()
-        slot.fill(sums.copy(), 4 * sums.size)
-
-    def convert(self, block, slot):
-        """Slot -> dQ."""
-        call = self._call
-        values = slot.region.read() * np.float32(call.options.softmax_scale)
-        call.dq[call.place(self._key(block))] = round_to_16_bit(values, call.config.bf16)
-
-    def _key(self, block):
-        return block.batch, block.head, block.block, block.part
 
 
 class MmaOps:
@@ -423,15 +345,7 @@ class MmaOps:
         self._queue.issue(acc, product, operands, False, name)
         return acc
 
-    def lse(self, q_slot):
-        """The LSE, if it is read while S is multiplied."""
-        return q_slot.region.read()[:, -1] if self._config.ahead else None
-
-    def delta(self, do_slot):
-        """D, if it is read while dP is multiplied."""
-        return do_slot.region.read()[:, -1] if self._config.ahead else None
-
-    def softmax(self, tile, i, s, q_slot, phase, lse=None):
+    def softmax(self, tile, i, s, q_slot, phase):
         """P^T = exp2(scale_log2 S^T - LSE), and what dS takes of it: times the slope of the cap."""
         call, values = self._call, s.values
         tiles, options = call.tiles, call.options
@@ -440,7 +354,7 @@ class MmaOps:
         first, tile_n = tile.n_block * self._config.tile_n, self._config.tile_n
         keys = range(first, first + tile_n)[self._rows]
         scale, slope = np.float32(options.softmax_scale), 1
-        lse = q_slot.region.read()[:, -1] if lse is None else lse
+        lse = q_slot.region.read()[:, -1]
         if options.softcap:
             within = values * np.float32(options.softmax_scale / options.softcap)
             rest = 1 / (np.exp(2 * np.abs(within)) + 1)
@@ -461,9 +375,9 @@ class MmaOps:
         self._p.values[:] = round_to_16_bit(values, self._config.bf16)
         values[:] *= slope
 
-    def ds(self, i, s, dp, do_slot, delta=None):
+    def ds(self, i, s, dp, do_slot):
         """dS^T = P^T (dP^T - D), to registers and to the shared memory of step ``i``."""
-        delta = do_slot.region.read()[:, -1] if delta is None else delta
+        delta = do_slot.region.read()[:, -1]
         values = s.values * (dp.values - delta)
         rounded = round_to_16_bit(values, self._config.bf16)
         self._ds.values[:] = rounded
@@ -557,8 +471,15 @@ class Variation:
 
     roles: type = BackwardRoles
     late_roles: type = LateRoles  # of a config with ``late``
+    alternate_roles: type = AlternateRoles  # of one with ``alternate``
     miscounts: dict = field(default_factory=dict)
     strict: bool = True
+
+    def roles_of(self, config: BackwardConfig) -> type:
+        """The roles of a config."""
+        if config.alternate:
+            return self.alternate_roles
+        return self.late_roles if config.late else self.roles
 
     def fill(self, machine: Machine, call: Call, worker: int, numbers):
         """Set up what works on the tiles of a worker, with their ``numbers`` if they are handed out: one CTA."""
@@ -613,17 +534,16 @@ def simulate_backward(
         config, tensors, options, workers, seed, variation, dlse
     ):
         machine.run()
-        dq = call.dq if config.converts else dq + _sums(call)
-    if not config.converts:
-        dq = round_to_16_bit(dq * np.float32(options.softmax_scale), config.bf16)
+        dq = dq + _sums(call)
+    dq = round_to_16_bit(dq * np.float32(options.softmax_scale), config.bf16)
     dq = to_rows(side, dq, np.full(q.shape, np.nan, np.float32))
     results = ((dq, packed[0]), (call.dk, packed[1]), (call.dv, packed[1]))
     return tuple(x[0] if is_packed else x for x, is_packed in results)
 
 
 def _sums(call: Call) -> np.ndarray:
-    """What CTAs have added to dQ, as ``Call.dq`` lies."""
-    dq = np.zeros_like(call.dq)
+    """What CTAs have added to dQ, (batch entry, head, queries of all blocks, padded head dim)."""
+    dq = np.zeros(call.sums_shape, np.float32)
     for key, part in call.sums.items():
         dq[call.place(key)] = part.values
     return dq
@@ -668,14 +588,14 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
         ]
     dk, dv = (np.full(x.shape, np.nan, np.float32) for x in (k, v))
     entries, slots = slots_and_entries(sides[0])
-    dq = np.full((entries, heads, slots * config.tile_m, config.tile_d), np.nan, np.float32)
+    shape = (entries, heads, slots * config.tile_m, config.tile_d)
     statistics = prepare(sides[0], out, lse, dout, dlse)
     check_graph(config.graph, SMEM_LIMIT)
     machine = None
     for worker, tiles in enumerate(ctas):
         if machine is None or not config.turns:
             machine, shared = Machine(seed + worker, variation.strict), ({}, {})
-        call = Call(config, q, k, v, dout, *statistics, dk, dv, options, tiles, *shared, dq)
+        call = Call(config, q, k, v, dout, *statistics, dk, dv, options, tiles, *shared, shape)
         variation.fill(machine, call, worker, numbers[worker])
         if worker == len(ctas) - 1 or not config.turns:
             yield machine, call
@@ -709,7 +629,7 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, n
     ``prefix`` is that of its names, ``numbers`` those of its tiles if they are handed out.
     """
     config, graph = call.config, call.config.graph
-    role_class = variation.late_roles if config.late else variation.roles
+    role_class = variation.roles_of(config)
     schedule = role_class()
     memory, bases = Space(machine), graph.addresses()
     shapes = {
@@ -717,7 +637,6 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, n
         "v": (TILE_N, config.tile_dv),
         "q": (config.tile_m, config.tile_d + 1),
         "do": (config.tile_m, config.tile_dv + 1),
-        "sums": config.dq_shape,
     }
 
     def readers(spec):
@@ -735,7 +654,8 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, n
         return [End(named[name], variation.miscounts.get((role, name), 0)) for name in order]
 
     meeting = NamedBarrier(machine, BARRIER_EXCHANGE, "exchange", EXCHANGE_THREADS, WARPGROUP)
-    empty = _ds_barriers(machine) if config.late else None
+    empty = barriers_of_ds(machine) if config.late else None
+    turns = barriers_of_turns(machine) if config.alternate else None
     roles = {name: plain(getattr(role_class, name)) for name in ("load", "mma", "reduce")}
     order, call_for = ("k", "v", "q", "do"), _tiles_of_roles(machine, call, memory, numbers)
     mine = call_for(GivenKvTiles, 1)
@@ -753,7 +673,11 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, n
         )
         mine = call_for(ToldKvTiles, WARPS)
         ops = MmaOps(machine, mine, prefix, group, regions, box)
-        ends_and_signals = (*ends("mma", order), Exchange(meeting, empty, group), Outbox(box))
+        ends_and_signals = (
+            *ends("mma", order),
+            Exchange(meeting, empty, turns, group),
+            Outbox(box),
+        )
         machine.spawn(
             f"{prefix}mma[{group}]", roles["mma"], schedule, ops, mine.tiles, *ends_and_signals
         )
@@ -762,12 +686,6 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, n
         machine.spawn(
             f"{prefix}reduce[{group}]", roles["reduce"], schedule, ops, mine.tiles, Inbox(box)
         )
-
-    if config.converts:
-        blocks = DqBlocks(call.tiles, MMA_WARPGROUPS)
-        convert, ops = plain(role_class.convert), ConvertOps(machine, call)
-        both = ends("convert", ("sums", "sums"))
-        machine.spawn(f"{prefix}convert", convert, schedule, ops, blocks, *both)
 
 
 def _tiles_of_roles(machine: Machine, call: Call, memory: Space, numbers):

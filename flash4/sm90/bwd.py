@@ -5,15 +5,14 @@
     load --[q x2 tma->warps]--> mma
     load --[do x2 tma->warps]--> mma
     mma --[dq, one box per warpgroup]--> reduce --[bulk additions]--> global memory
-    global memory --[sums x1 tma->warps]--> convert  (where it converts)
 
 Per step, one block of queries of one head:
 
     mma   S^T = K Q^T | dP^T = V dO^T | P = exp(scale S - LSE) | dS = P (dP - D) | dV += P^T dO | dQ = dS K
           | dK += dS^T Q, dQ into its box
 
-LSE and D come from ``passes.bwd_prepare``; ``convert``, or else ``passes.bwd_finish``, makes dQ of the sums. Config and graph are in
-``bwd_config``, the schedules in ``bwd_roles`` and ``bwd_late_roles``, its verbs in ``bwd_ops``.
+LSE and D come from ``passes.bwd_prepare``; ``passes.bwd_finish`` makes dQ of the sums. Config and graph are in ``bwd_config``, the
+schedules in ``bwd_roles``, ``bwd_late_roles`` and ``bwd_alternate_roles``, its verbs in ``bwd_ops``.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +26,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from flash4.common.dq_blocks import DqBlocks
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.kv_handout import GivenKvTiles, ToldKvTiles
 from flash4.common.kv_one_tile import TILE_WORDS, OneTile
@@ -40,8 +38,8 @@ from flash4.common.tma_views import (
     ragged_store_view,
     rows_of_entry,
 )
+from flash4.sm90.bwd_alternate_roles import AlternateRoles
 from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, TILE_N, TILE_SLOTS, BackwardConfig
-from flash4.sm90.bwd_convert import ConvertOps
 from flash4.sm90.bwd_late_roles import LateRoles
 from flash4.sm90.bwd_ops import Exchange, Inbox, LoadOps, MmaOps, Outbox, ReduceOps
 from flash4.sm90.bwd_roles import BackwardRoles
@@ -92,7 +90,6 @@ class RunTime:
     slopes: object  # (B, H), float32
     turns: object  # (B, H, blocks, 2), int32
     next_tile: object  # (1,) int32, zero at the launch
-    dq_out: object  # (B, S, H, D), 16 bit
     section: Int32
     seqlen_q: Int32
     seqlen_k: Int32
@@ -134,6 +131,8 @@ class BackwardSm90:
 
     def _schedule(self):
         """The role functions."""
+        if self.config.alternate:
+            return AlternateRoles()
         return LateRoles() if self.config.late else BackwardRoles()
 
     def fake_arguments(self):
@@ -177,7 +176,6 @@ class BackwardSm90:
                 assumed_align=4,
             ),
             "next_tile": fake(Int32, (1,), stride=(1,), assumed_align=4),
-            "dq_out": tensor(batch, seqlen_q, heads, head_dim),
         }
         for name in LENGTHS:
             optional[name] = fake(Int32, (cute.sym_int(),), stride=(1,), assumed_align=4)
@@ -220,7 +218,6 @@ class BackwardSm90:
             slopes=optional.get("alibi_slopes"),
             turns=optional.get("turns"),
             next_tile=optional.get("next_tile"),
-            dq_out=optional.get("dq_out"),
             section=section,
             seqlen_q=q.shape[1],
             seqlen_k=k.shape[1],
@@ -352,9 +349,7 @@ class BackwardSm90:
         v_producer, v_consumer = self._open_ring(smem, "v", lane)
         q_producer, q_consumer = self._open_ring(smem, "q", lane)
         do_producer, do_consumer = self._open_ring(smem, "do", lane)
-        slots, sums = None, ()
-        if cutlass.const_expr(c.converts):
-            sums = self._open_ring(smem, "sums", lane)
+        slots = None
         tiles = self._tiles(run_time, grid, smem, (start, ctas))
         if cutlass.const_expr(c.handed_out):
             slots = self._open_tiles(smem, pointers, run_time.next_tile, (start, ctas, lane))
@@ -365,7 +360,7 @@ class BackwardSm90:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        load_tiles, every_tile = tiles, tiles
+        load_tiles = tiles
         if cutlass.const_expr(c.handed_out):
             load_tiles, tiles = GivenKvTiles(tiles, slots), ToldKvTiles(tiles, slots)
         load, reduce, mma = (self.graph.role(name) for name in ("load", "reduce", "mma"))
@@ -382,10 +377,6 @@ class BackwardSm90:
                 mine = warp - first
                 ops = self._reduce_ops(operands, run_time, tiles, shared, mine)
                 self.roles.reduce(ops, tiles, Inbox(mine))
-            if cutlass.const_expr(c.converts):
-                if warp == self.graph.role("convert").first_warp:
-                    ops = self._convert_ops(run_time, pointers, lane % WARP)
-                    self.roles.convert(ops, DqBlocks(every_tile, MMA_WARPGROUPS), *sums)
         else:
             cute.arch.setmaxregister_increase(mma.registers)
             mine = group - mma.warpgroups.start
@@ -420,8 +411,8 @@ class BackwardSm90:
         full, empty = (smem.allocate_array(cutlass.Int64, TILE_SLOTS) for _ in range(2))
         start, ctas, lane = place
         slots = cute.make_tensor(words, cute.make_layout(TILE_SLOTS))
-        # A CTA that waits for all tiles of a block must not be waited for: the first tile of one that has not begun.
-        owned = not self.config.converts
+        # Who waits for another tile's addition must not wait for a CTA that has not begun, wherever fewer fit than asked for.
+        owned = not self.config.turns
         return KvTileSlots(slots, full, empty, next_tile, start, ctas, lane % WARP, owned)
 
     def _shared(self, pointers):
@@ -485,19 +476,6 @@ class BackwardSm90:
             sLSE=shared.lse,
             sD=shared.delta,
             **more,
-        )
-
-    def _convert_ops(self, run_time, pointers, lane):
-        """Verbs of the ``convert`` role."""
-        floats = cute.recast_ptr(pointers["sums"], dtype=Float32)
-        return ConvertOps(
-            config=self.config,
-            mSums=run_time.dq,
-            mTurns=run_time.turns,
-            mDQ=run_time.dq_out,
-            sSums=cute.make_tensor(floats, cute.make_layout((self.config.dq_floats, 1))),
-            scale=run_time.scale,
-            lane=lane,
         )
 
     def _reduce_ops(self, operands, run_time, tiles, shared, mine):

@@ -81,8 +81,8 @@ class BackwardFacts:
 
     @property
     def turns(self) -> bool:
-        """Whether somebody waits for additions to dQ: other tiles, or ``convert``."""
-        return self.ordered or self.first_stores or self.converts
+        """Whether tiles wait for additions of others to dQ."""
+        return self.ordered or self.first_stores
 
     @property
     def optional_tensors(self) -> tuple[str, ...]:
@@ -91,7 +91,6 @@ class BackwardFacts:
             "alibi_slopes": self.alibi,
             "turns": self.turns,
             "next_tile": self.handed_out,
-            "dq_out": self.converts,
             "cu_seqlens_q": self.cu_q,
             "cu_seqlens_k": self.cu_k,
             "seqused_q": self.used_q,
@@ -133,15 +132,13 @@ class BackwardConfig(BackwardFacts):
         alibi: scores lose a slope of their head times the distance between query and key.
         ordered: tiles add to dQ in a fixed order, so that it is bitwise repeatable.
         late: a step multiplies dQ of the step before, so that the warpgroups need not keep step.
+        alternate: late, and the warpgroups multiply by turns: while one does, the other computes P and dS.
         first_stores: the first tile of keys stores its part of dQ where the others wait for it and add, so that nothing need
             be zero before. It must visit every block of queries.
         backwards: blocks of queries come by from the last to the first, so that all tiles of a head begin with the same.
         chained: the kernel is launched before the one before it has ended, and so is the one after it; each waits where it
             must.
         handed_out: a CTA takes tile after tile from a counter, and its loads run ahead into the next one.
-        converts: a warp of its own makes dQ of the sums of a block when the last tile has added to them, which are in L2
-            then; else a kernel does so for all of them afterwards.
-        ahead: LSE and D are read from shared memory while S and dP are multiplied; takes tile_m / 4 registers more.
         cu_q: queries are packed, one sequence behind the other.
         cu_k: keys and values are packed.
         used_q: queries in use are counted for each sequence.
@@ -160,12 +157,11 @@ class BackwardConfig(BackwardFacts):
     alibi: bool = False
     ordered: bool = False
     late: bool = False
+    alternate: bool = False
     handed_out: bool = False
     first_stores: bool = False
     backwards: bool = False
     chained: bool = False
-    converts: bool = False
-    ahead: bool = False
     cu_q: bool = False
     cu_k: bool = False
     used_q: bool = False
@@ -180,6 +176,10 @@ class BackwardConfig(BackwardFacts):
             raise ValueError(f"tile_m is {self.tile_m}; supported are 64 and 128, or swap_dq")
         if self.causal and self.right:
             raise ValueError("causal and right exclude each other: causal is a right side of 0")
+        if self.alternate and not self.late:
+            raise ValueError(
+                "alternate without late: a turn would wait for dS of the other warpgroup"
+            )
         if self.first_stores and (self.left or self.right):
             raise ValueError(
                 "first_stores with a window: the first tile does not visit all queries"
@@ -189,11 +189,6 @@ class BackwardConfig(BackwardFacts):
         if self.varlen and (self.handed_out or self.first_stores or self.backwards):
             raise ValueError(
                 "handed_out, first_stores and backwards are for sequences of one length"
-            )
-        if self.converts and (self.left or self.right or self.swap_dq or not self.handed_out):
-            raise ValueError(
-                "converts with a window, swap_dq or without handed_out: it needs a tile's own count of visitors, rows of "
-                "dQ, and CTAs of which none waits for one that has not begun"
             )
         if self.handed_out and not self.box_holds_results:
             raise ValueError(
@@ -252,12 +247,10 @@ class BackwardConfig(BackwardFacts):
         load --[q x2 tma->warps]--> mma
         load --[do x2 tma->warps]--> mma
         load --[tiles x2 warp->warps]--> mma  (tiles handed out; ``reduce`` reads them too)
-        convert --[sums x1 tma->warps]--> convert  (where that role is)
         """
         turns = self.ordered and (self.left or self.tile_d < 128)
         places = self.varlen and self.splits_queries
-        converts = self.converts and self.tile_d < 128
-        mma_registers, registers = TURN_REGISTERS if turns or places or converts else REGISTERS
+        mma_registers, registers = TURN_REGISTERS if turns or places else REGISTERS
         load = Role("load", range(0, 1), 1, registers)
         reduce = Role("reduce", range(0, 1), MMA_WARPGROUPS, registers, first_warp=1)
         mma = Role("mma", range(1, 1 + MMA_WARPGROUPS), 4 * MMA_WARPGROUPS, mma_registers)
@@ -270,20 +263,14 @@ class BackwardConfig(BackwardFacts):
             tiles = (Ring("tiles", load, mma, TILE_SLOTS, FLOAT_BYTES, tma=False),)
             words = (Buffer("tiles", TILE_SLOTS * FLOAT_BYTES),)
             hosts = {"dk": "dq", "dv": "dq"}
-        roles, sums = (load, reduce, mma), ()
-        if self.converts:
-            convert = Role("convert", range(0, 1), 1, registers, first_warp=1 + MMA_WARPGROUPS)
-            roles, sums = (*roles, convert), (Ring("sums", convert, convert, 1, self.box_bytes),)
-            words = (Buffer("sums", self.box_bytes), *words)
         return PipelineGraph(
-            roles=roles,
+            roles=(load, reduce, mma),
             rings=(
                 Ring("k", load, mma, 1, k_bytes),
                 Ring("v", load, mma, 1, v_bytes),
                 Ring("q", load, mma, STAGES, q_bytes + statistics),
                 Ring("do", load, mma, STAGES, do_bytes + statistics),
                 *tiles,
-                *sums,
             ),
             buffers=(
                 Buffer("k", k_bytes),
@@ -367,42 +354,29 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
             tile = {"tile_m": 48, "swap_dq": True}
     elif tile_d == tile_dv == 64 and not problem.deterministic and not windows_of_sequences:
         tile = {"tile_m": 128}
-    elif tile_d == 128 and plain(problem):
-        return (
-            tile,
-            "64 queries per step: fewer of them are masked, and dK and dV leave through the box of dQ",
-        )
     elif tile_d == 128 and not (tile_dv == 128 and problem.deterministic and problem.window_left):
         tile = {"tile_m": 80, "swap_dq": True}
     dims = f"head dims {tile_d}/{tile_dv}{' and a cap' if problem.softcap else ''}"
     return tile, f"{tile['tile_m']} queries per step: what registers hold beside {dims}"
 
 
-def plain(problem) -> bool:
-    """Whether a call has nothing beyond a causal mask that the order of tiles and additions depends on, or registers do."""
-    limited = problem.window_left or problem.window_right or problem.varlen
-    return not (limited or problem.softcap or problem.alibi or problem.deterministic)
-
-
 def choose_order(config: BackwardConfig, problem) -> tuple[dict, tuple[str, ...]]:
-    """Return the config fields that say who does what when, and the reasons.
-
-    ``converts`` and ``ahead`` are chosen by nobody before they have run on a GPU.
-    """
-    if not plain(problem) or config.swap_dq or not config.box_holds_results:
+    """Return the config fields that say who does what when, and the reasons."""
+    if config.varlen or not config.box_holds_results:
         return {}, (
-            "one CTA for each tile of keys, and kernels one after the other: features or head dims ask for it",
+            "one CTA for each tile of keys, and kernels one after the other: lengths or head dims ask for it",
         )
-    fields = {"handed_out": True, "backwards": True, "chained": True}
+    fields = {"handed_out": True, "chained": True, "backwards": not config.left}
     reasons = ["tiles handed out, and kernels launched before the one before has ended"]
-    if not problem.causal or problem.seqlen_q <= problem.seqlen_k:
+    window = config.left or config.right
+    if not window and (not problem.causal or problem.seqlen_q <= problem.seqlen_k):
         fields["first_stores"] = True
         reasons.append(
             "the first tile visits all queries, and stores its part of dQ instead of adding it to zeros"
         )
-    if config.tile_d == config.tile_dv == 64 and problem.seqlen_q >= LATE_QUERIES:
-        fields["late"] = True
+    if config.tile_m == 2 * MMA_ROWS and not window and problem.seqlen_q >= LATE_QUERIES:
+        fields |= {"late": True, "alternate": True}
         reasons.append(
-            f"dQ a step late: from {LATE_QUERIES} queries on tiles are long enough for it to pay"
+            f"dQ a step late, and products by turns: from {LATE_QUERIES} queries on tiles are long enough for it to pay"
         )
     return fields, tuple(reasons)

@@ -28,17 +28,13 @@ class LateRoles(BackwardRoles):
                     s = ops.s(k_slot, q_slot)  # S^T = K Q^T
                     do_slot = do_consumer.wait_and_advance()
                     dp = ops.dp(v_slot, do_slot)  # dP^T = V dO^T
-                    lse = ops.lse(q_slot)
                     ops.wait_mma(1)  # S is there
-                    ops.softmax(tile, i, s, q_slot, phase, lse)  # P = exp(scale S - LSE)
-                    delta = ops.delta(do_slot)
+                    ops.softmax(tile, i, s, q_slot, phase)  # P = exp(scale S - LSE)
                     ops.wait_mma(0)  # dP is there
                     count = count + 1
                     # The other has multiplied the dS of two steps before, and so written that of the one before.
                     exchange.acquire(count)
-                    ops.ds(
-                        count, s, dp, do_slot, delta
-                    )  # dS = P (dP - D), to registers and shared memory
+                    ops.ds(count, s, dp, do_slot)  # dS = P (dP - D), to registers and shared memory
                     ops.dv(do_slot)  # dV += P^T dO
                     dq = ops.dq(
                         count - 1, k_slot

@@ -30,6 +30,7 @@ BARRIER_STORE = 6  # one per MMA warpgroup: 6, 7
 BARRIER_DS_EMPTY = (
     8  # two per MMA warpgroup, by turns, for its dS that the other one has read: 8, 9 and 10, 11
 )
+BARRIER_TURN = 12  # one per MMA warpgroup: 12, 13
 EXCHANGE_THREADS = 2 * WARPGROUP
 BOX_THREADS = WARPGROUP + WARP  # a warpgroup that fills the box of dQ, and the warp that empties it
 
@@ -121,6 +122,22 @@ class Exchange(Meeting):
     def open(self):
         """Say that the stage of the other's first dS is empty."""
         self.release(1)
+
+    @cute.jit
+    def open_turns(self):
+        """The first turn is that of the first warpgroup."""
+        if self.warpgroup == 1:
+            self.pass_turn()
+
+    def take_turn(self):
+        """Wait until the other warpgroup has issued its products."""
+        barrier = BARRIER_TURN + self.warpgroup
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=EXCHANGE_THREADS)
+
+    def pass_turn(self):
+        """Let the other warpgroup issue its products, behind those of this one."""
+        barrier = BARRIER_TURN + 1 - self.warpgroup
+        cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=EXCHANGE_THREADS)
 
     def acquire(self, number):
         """Wait until the other has read the dS that the stage of ``number`` held."""
@@ -317,34 +334,21 @@ class ReduceOps:
             cute.arch.fence_proxy("async.global")  # the copy engine comes after this thread
 
     def pass_turn(self, tile, i):
-        """Wait until the addition is done, and let the next tile go, or those behind the first.
-
-        Where only ``convert`` waits for it, what is counted is the addition before this one, which is done by now.
-        """
+        """Wait until the addition is done, and let the next tile go, or those behind the first."""
         if self.config.ordered:
             counts = choose(self.rank_of_addition(tile, i) >= 0, 1, 0)  # others have no turn
-            self._count(tile, i, 0, counts)
+            self._count(tile, i, counts)
         elif self.config.turns:
             self._let_go(tile, i)
 
     @cute.jit
     def _let_go(self, tile, i):
         if tile.n_block == 0:
-            self._count(tile, i, 0, 1)
-        elif cutlass.const_expr(self.config.converts):
-            if i > 0:
-                self._count(tile, i - 1, 1, 1)
+            self._count(tile, i, 1)
 
-    @cute.jit
-    def pass_last_turn(self, tile):
-        """Count the last addition of a tile, where that is not done yet."""
-        if cutlass.const_expr(self.config.converts and not self.config.ordered):
-            if tile.n_block > 0:
-                self._count(tile, tile.steps - 1, 0, 1)
-
-    def _count(self, tile, i, pending, amount):
-        """Wait until at most ``pending`` groups are under way; then let others see the addition of step ``i``."""
-        cute.arch.cp_async_bulk_wait_group(pending)
+    def _count(self, tile, i, amount):
+        """Wait until what was added is written; then let others see the addition of step ``i``."""
+        cute.arch.cp_async_bulk_wait_group(0)
         cute.arch.fence_proxy("async.global")
         add_to_count(self._turn(tile, i), amount)
 
@@ -491,21 +495,13 @@ class MmaOps:
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout(shape, stride=(1, 8))), values)
         return values
 
-    def lse(self, q_slot):
-        """This thread's part of the LSE, if registers hold it while S is multiplied."""
-        return self._columns(self.sLSE, q_slot) if self.config.ahead else None
-
-    def delta(self, do_slot):
-        """The same of D, while dP is multiplied."""
-        return self._columns(self.sD, do_slot) if self.config.ahead else None
-
-    def softmax(self, tile, i, s, q_slot, phase, lse=None):
+    def softmax(self, tile, i, s, q_slot, phase):
         """P^T = exp2(scale_log2 S^T - LSE), rounded as the operand of dV; hidden pairs give 0.
 
         In place of S^T comes what dS takes of it: P^T, times the slope of the cap.
         """
         c, S = self.config, rows_of(s)
-        lse = self._columns(self.sLSE, q_slot) if lse is None else lse
+        lse = self._columns(self.sLSE, q_slot)
         place = self._place(tile, i) if phase.masked or c.alibi else None
         pairs = cute.make_tensor(self.tDVrP.iterator, cute.make_layout((2, cute.size(s) // 2)))
         pair = cute.make_rmem_tensor(2, Float32)
@@ -565,10 +561,10 @@ class MmaOps:
         """Which 64 keys of the tile are this warpgroup's."""
         return self.warpgroup
 
-    def ds(self, i, s, dp, do_slot, delta=None):
+    def ds(self, i, s, dp, do_slot):
         """dS^T = P^T (dP^T - D), times the slope of the cap, rounded as the operand of dK and, transposed, into the shared memory of step ``i``."""
         c, P, dP = self.config, rows_of(s), rows_of(dp)
-        delta = self._columns(self.sD, do_slot) if delta is None else delta
+        delta = self._columns(self.sD, do_slot)
         for j in range(c.tile_m // 4):
             for r in range(2):
                 dP[r, j] = P[r, j] * (dP[r, j] - delta[j])

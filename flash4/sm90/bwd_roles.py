@@ -7,7 +7,7 @@ import cutlass.cute as cute
 
 
 class BackwardRoles:
-    """Roles ``load`` (one TMA warp), ``mma`` (two WGMMA warpgroups), ``reduce`` (one warp for each of them) and ``convert`` (one warp)."""
+    """Roles ``load`` (one TMA warp), ``mma`` (two WGMMA warpgroups) and ``reduce`` (one warp for each of them)."""
 
     @cute.jit
     def load(self, ops, tiles, k_producer, v_producer, q_producer, do_producer):
@@ -49,14 +49,10 @@ class BackwardRoles:
                     s = ops.s(k_slot, q_slot)  # S^T = K Q^T
                     do_slot = do_consumer.wait_and_advance()
                     dp = ops.dp(v_slot, do_slot)  # dP^T = V dO^T
-                    lse = ops.lse(q_slot)
                     ops.wait_mma(1)  # S is there
-                    ops.softmax(tile, i, s, q_slot, phase, lse)  # P = exp(scale S - LSE)
-                    delta = ops.delta(do_slot)
+                    ops.softmax(tile, i, s, q_slot, phase)  # P = exp(scale S - LSE)
                     ops.wait_mma(0)  # dP is there
-                    ops.ds(
-                        i, s, dp, do_slot, delta
-                    )  # dS = P (dP - D), to registers and shared memory
+                    ops.ds(i, s, dp, do_slot)  # dS = P (dP - D), to registers and shared memory
                     ops.dv(do_slot)  # dV += P^T dO
                     exchange.sync()  # the dS of both warpgroups is in shared memory
                     dq = ops.dq(i, k_slot)  # dQ = dS K
@@ -102,7 +98,6 @@ class BackwardRoles:
                 ops.wait_read()
                 inbox.release()
                 ops.pass_turn(tile, i)  # what was added is written
-            ops.pass_last_turn(tile)
             if ops.handed_out:
                 inbox.wait()
                 ops.store_dv(tile)
@@ -114,17 +109,3 @@ class BackwardRoles:
                 inbox.release()
             tile = tiles.next(tile)
         ops.drain()
-
-    @cute.jit
-    def convert(self, ops, blocks, sums_producer, sums_consumer):
-        """Makes dQ of the sums of every so many-th block; all tiles that visit one must have added to it."""
-        block = blocks.first()
-        while block.valid:
-            ops.wait_sums(block)
-            empty_slot = sums_producer.acquire_and_advance()
-            ops.load_sums(block, empty_slot)
-            empty_slot.commit()
-            full_slot = sums_consumer.wait_and_advance()
-            ops.convert(block, full_slot)
-            full_slot.release()
-            block = blocks.next(block)

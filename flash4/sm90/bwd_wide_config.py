@@ -54,7 +54,7 @@ class WideBackwardConfig(BackwardFacts):
     # Sequences of different lengths: not built.
     cu_q = cu_k = used_q = used_k = False
     # Nor is any of how the narrow kernel orders tiles and additions of plain calls.
-    late = handed_out = first_stores = backwards = chained = converts = False
+    late = handed_out = first_stores = backwards = chained = False
 
     def __post_init__(self):
         for name in ("tile_d", "tile_dv"):

@@ -18,7 +18,6 @@ from flash4.interface import options_of
 from flash4.passes.bwd_config import FINISH, PREPARE
 from flash4.problem import AttentionProblem
 from flash4.sim.bwd_sequences import to_rows, to_slots
-from flash4.sm90 import bwd_config
 from tests import strategies
 from tests.checks import assert_gradients_close
 from tests.host.test_dispatch import LAYOUTS, run_reference, stand_in_gpu
@@ -110,8 +109,6 @@ def multiply(config, tensors, numbers, section):
             x[of_k.entry, of_k.begin : of_k.begin + of_k.stored] = 0
         if of_k.used and of_q.used:
             multiply_sequence(config, tensors, (of_q, of_k), numbers, optional)
-    if config.converts:
-        finish(config, (sums, optional["dq_out"]), numbers[0])
 
 
 def multiply_sequence(config, tensors, places, numbers, optional):
@@ -230,35 +227,15 @@ KEYWORDS = (
     {"causal": True, "softmax_scale": -0.2},
     {"softmax_scale": 0.0},
     {"window_size": (None, 0), "pack_gqa": True},
+    {"window_size": (20, None)},
+    {"deterministic": True},
 )
 
 
-def choose_converting(config, problem, choose=bwd_config.choose_order):
-    """As ``choose_order``, and a warp converts dQ where tiles are handed out."""
-    fields, reasons = choose(config, problem)
-    return {**fields, "converts": True} if fields else {}, reasons
-
-
-@pytest.mark.parametrize("converts", [False, True])
 @pytest.mark.parametrize("keywords", KEYWORDS, ids=str)
 @pytest.mark.parametrize("dims", [(40, 24), (64, 64), (72, 96), (128, 128), (128, 8)], ids=str)
-def test_gradients(dims, keywords, converts, monkeypatch):
+def test_gradients(dims, keywords):
     x = Inputs.draw(dims=dims)
-    if converts:
-        monkeypatch.setattr(bwd_config, "choose_order", choose_converting)
-    with stand_in() as launched:
-        out = flash4.flash_attn_func(*x.three, **keywords)
-        gradients = torch.autograd.grad(out, x.three, x.dout)
-    converted = converts and dims != (72, 96)  # whose dV of 64 keys the box of dQ does not hold
-    assert launched == [PREPARE, NARROW, FINISH][: 3 - converted]
-    assert_gradients_close(gradients, x.three, x.dout, **keywords)
-
-
-@pytest.mark.parametrize(
-    "keywords", [{"window_size": (20, None)}, {"deterministic": True}], ids=str
-)
-def test_a_kernel_converts_where_no_warp_does(keywords):
-    x = Inputs.draw()
     with stand_in() as launched:
         out = flash4.flash_attn_func(*x.three, **keywords)
         gradients = torch.autograd.grad(out, x.three, x.dout)

@@ -40,15 +40,27 @@ PROBLEMS = {
     "used": Problem(dataclasses.replace(SMALL, causal=False), used_k=(300, 40)),
     "all": Problem(SMALL, window=70, softcap=1.5, sink=True, alibi=True),
 }
+PROBLEMS |= {
+    f"{name} backward": dataclasses.replace(PROBLEMS[name], backward=True, deterministic=fixed)
+    for name, fixed in (("plain", True), ("full", False), ("all", False), ("packed", False))
+}
 
 
 def exact(problem, x):
-    """What flash4's reference makes of a problem, rounded as a kernel's result."""
-    return reference.attention(x.q, x.k, x.v, **problem.keywords(x)).to(x.q.dtype)
+    """What flash4's reference makes of a problem, rounded as a kernel's results."""
+    keywords = problem.keywords(x)
+    keywords.pop("deterministic", None)
+    if not problem.backward:
+        return (reference.attention(x.q, x.k, x.v, **keywords).to(x.q.dtype),)
+    leaves = [t.double().requires_grad_() for t in (x.q, x.k, x.v)]
+    out = reference.attention(*leaves, **keywords)
+    gradients = torch.autograd.grad(out, leaves, x.dout.double())
+    return tuple(gradient.to(x.q.dtype) for gradient in gradients)
 
 
 def test_the_cells_are_those_of_the_bars():
-    assert GROUPS == ("varlen", "window", "cost", "dims", "redo", "gemm")
+    forward = ("varlen", "window", "cost", "dims", "redo", "gemm")
+    assert GROUPS == (*forward, "backward-varlen", "backward-cost")
     names = [f"{c.group}/{c.name}" for c in CELLS]
     assert len(set(names)) == len(names)
     assert len(LENGTHS) == 10 and sum(LENGTHS) == 22_185
@@ -56,7 +68,10 @@ def test_the_cells_are_those_of_the_bars():
     assert max(SKEWED) >= 1000 * min(SKEWED)
     assert len(USED) == 16 and 100 == min(USED) and max(USED) == 4096
     limits = {name: [b.limit for b in c.bars] for name, c in zip(names, CELLS)}
-    assert [limits[n][0] for n in limits if "10seqs" in n and "causal" in n] == [1.10] * 3
+    varlen = [n for n in limits if n.startswith("varlen/")]
+    assert [limits[n][0] for n in varlen if "10seqs" in n and "causal" in n] == [1.10] * 3
+    assert limits["backward-varlen/d128-causal-h16-10seqs"] == [1.10]
+    assert limits["backward-cost/d128-causal-s8192-b2-h16"] == [1.08, 1.20]
     assert [limits[n] for n in limits if "window" in n] == [[1.20], [1.10]]
     assert limits["cost/d128-causal-s8192-b2-h16"] == [1.12, 1.03, 1.10]
     assert all(limits[n] == [2.2, 2.2] for n in limits if n.startswith("redo/"))
@@ -106,22 +121,57 @@ def test_flops_of_a_problem_equal_a_count_of_pairs(name):
             pairs += 2 * int(((j <= i) & (j > i - problem.window)).sum())
         else:
             pairs += queries * keys * (1 if SMALL.causal and problem.shape.causal else 2)
-    assert problem.flops() == pairs * problem.shape.heads_q * 2 * problem.shape.d
+    both = 2.5 if problem.backward else 1
+    assert problem.flops() == both * pairs * problem.shape.heads_q * 2 * problem.shape.d
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_a_right_result_passes_and_one_that_ignores_a_feature_does_not(name):
     problem = PROBLEMS[name]
     x = feature_calls.make_tensors(problem, 1, 5, "cpu")[0]
-    out = exact(problem, x)
-    assert feature_calls.mismatch(problem, x, out) is None
-    plain = Problem(problem.shape, lengths=problem.lengths and (3, 37, 300))
-    if name in ("plain", "full"):
+    results = exact(problem, x)
+    assert feature_calls.mismatch(problem, x, results) is None
+    plain = Problem(problem.shape, problem.lengths and (3, 37, 300), backward=problem.backward)
+    if name.split()[0] in ("plain", "full"):
         plain = Problem(dataclasses.replace(problem.shape, causal=not problem.shape.causal))
     other = feature_calls.make_tensors(plain, 1, 5, "cpu")[0]
-    ignored = exact(plain, dataclasses.replace(other, q=x.q, k=x.k, v=x.v))
+    ignored = exact(plain, dataclasses.replace(other, q=x.q, k=x.k, v=x.v, dout=x.dout))
     assert "off by too much" in feature_calls.mismatch(problem, x, ignored)
-    assert "shape" in feature_calls.mismatch(problem, x, out[..., :8])
+    assert "shape" in feature_calls.mismatch(problem, x, (results[0][..., :8],))
+
+
+def test_whole_gradients_are_compared_with_those_of_a_peer():
+    """What the slices of dq do not show: dk and dv."""
+    problem = PROBLEMS["packed backward"]
+    x = feature_calls.make_tensors(problem, 1, 5, "cpu")[0]
+    right, (dq, dk, dv) = exact(problem, x), exact(problem, x)
+    fixed = dataclasses.replace(problem, deterministic=True)
+    arms = {"fa4": Arm("fa4", problem), "flash4": Arm("flash4", fixed)}
+    inputs = {problem: x, fixed: x}
+
+    def wrong(found):
+        results = {"fa4": (arms["fa4"], right), "flash4": (arms["flash4"], found)}
+        return feature_calls.mismatches(results, inputs)
+
+    assert wrong((dq, dk, dv)) == {}
+    dv[200, 1] += 1
+    assert "against fa4: dv differs" in wrong((dq, dk, dv))["flash4"]
+
+
+def test_gradients_are_those_of_a_graph_that_is_built_before():
+    problem = PROBLEMS["all backward"]
+    x = feature_calls.make_tensors(problem, 1, 5, "cpu")[0]
+    contender = feature_calls.FeatureContender(Arm("here", problem))
+
+    def call(problem, x):
+        return lambda: (reference.attention(x.q, x.k, x.v, **problem.keywords(x)), None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(feature_calls.CALLS, "here", call)
+        timed = contender.prepare(problem.shape, x)
+    results = contender.results(timed(), "forward")
+    assert [r.shape for r in results] == [t.shape for t in (x.q, x.k, x.v)]
+    assert all(torch.equal(a, b) for a, b in zip(results, timed()))
 
 
 def test_inputs_that_are_to_be_worked_on_twice_are_counted(monkeypatch):
@@ -201,7 +251,7 @@ def maker(bench, wrong=(), refused=()):
                     raise NotImplementedError("no such feature")
                 if arm.problem is None:
                     return lambda: (tick(), torch.zeros(2))[1]
-                out = exact(arm.problem, x)
+                (out,) = exact(arm.problem, x)
                 if arm.name in wrong:
                     out[0, 280, 1] += 1  # beside every slice
                 return lambda: (tick(), out)[1]

@@ -4,10 +4,9 @@ from collections import Counter
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from flash4.common.dq_blocks import DqBlocks
 from flash4.common.fragments import accumulator_place, dq_place
 from flash4.common.geometry import QueryBlocks, ceil_div
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
@@ -174,40 +173,3 @@ def test_a_block_of_dq_has_every_place_once(config):
         for number in range(4)
     ]
     assert sorted(places) == list(product(range(config.tile_m), range(config.tile_d)))
-
-
-@settings(max_examples=60)
-@given(
-    tile_m=st.sampled_from((64, 128)),
-    causal=st.booleans(),
-    backwards=st.booleans(),
-    lengths=st.tuples(st.integers(1, 700), st.integers(1, 700)),
-    heads=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2)),
-    section=st.integers(1, 7),
-    workers=st.integers(1, 5),
-)
-def test_blocks_of_dq(tile_m, causal, backwards, lengths, heads, section, workers):
-    """CTAs convert every part once, and each waits for as many tiles as visit it."""
-    (heads_kv, ratio, batch), (seqlen_q, seqlen_k) = heads, lengths
-    grid = KvGrid(ceil_div(seqlen_k, 128), heads_kv, batch, ratio)
-    blocks, visits, found = QueryBlocks(tile_m, 128, causal), Counter(), {}
-    for worker in range(workers):
-        tiles = KvTileSchedule(blocks, grid, section, worker, workers, *lengths, backwards)
-        tile = tiles.first()
-        while tile.valid:
-            visits.update(
-                (tile.batch, head, block)
-                for block, head in (tiles.place(tile, i) for i in range(tile.steps))
-            )
-            tile = tiles.next(tile)
-        parts = DqBlocks(tiles, 2)
-        part = parts.first()
-        while part.valid:
-            key = part.batch, part.head, part.block, part.part
-            assert key not in found
-            found[key] = part.visitors
-            part = parts.next(part)
-    everything = product(
-        range(batch), range(heads_kv * ratio), range(ceil_div(seqlen_q, tile_m)), range(2)
-    )
-    assert found == {key: visits[key[:3]] for key in everything}
