@@ -86,7 +86,6 @@ class BackwardConfig:
             raise ValueError("causal and right exclude each other: causal is a right side of 0")
 
     # What the kernels around and the launch ask of any backward.
-    converts = False  # ``passes.bwd_finish`` makes dQ of its sums
     first_stores = False  # sums of dQ start from zero
     handed_out = False  # which tiles a CTA takes is fixed
     chained = True  # kernels are launched before the one before has ended
