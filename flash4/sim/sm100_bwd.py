@@ -668,12 +668,12 @@ class Kernel:
         self.core = TensorCore(machine, pair)
         self.tmems = [Tmem(machine, cta) for cta in self.ctas]
         self.memories = [Memory(machine, config, cta) for cta in self.ctas]
-        covers, prefix = dict(variation.covers), ""
+        covers = dict(variation.covers)
         self.signals, self.rings = {}, {}
         for spec in self.graph.signals:
             cover = covers.get(spec.name, spec.covered_by)
             shared = spec.kind == LEADER
-            made = SignalSpec(prefix + spec.name, spec.arrivals(config.ctas), cover, 0, shared)
+            made = SignalSpec(spec.name, spec.arrivals(config.ctas), cover, 0, shared)
             self.signals[spec.name] = Signal(self.edges, made)
         for spec in self.graph.rings:
             cover = covers.get(spec.name, spec.covered_by)

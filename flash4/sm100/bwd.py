@@ -49,7 +49,7 @@ from flash4.sm100.bwd_ends import (
     RelayEnds,
     Wait,
 )
-from flash4.sm100.bwd_graph import BYTES, ROWS, THREADS, UMMA
+from flash4.sm100.bwd_graph import BYTES, ROWS, UMMA
 from flash4.sm100.bwd_math import VECTOR, ComputeOps, Lanes, ReduceOps, RunTime
 from flash4.sm100.bwd_ops import (
     LoadOps,
@@ -68,7 +68,7 @@ from flash4.sm100.bwd_ops import (
 from flash4.sm100.bwd_pair_roles import PairRoles
 from flash4.sm100.bwd_roles import BackwardRoles
 from flash4.sm100.fwd_config import SMEM_ALIGN
-from flash4.sm100.fwd_graph import TMEM_COLUMNS
+from flash4.sm100.fwd_graph import THREADS, TMEM_COLUMNS
 
 # Named barriers; 0 is __syncthreads.
 BARRIER_TMEM = 1  # all who use tensor memory know where it is
@@ -424,10 +424,8 @@ class BackwardSm100:
 
     def _run_load(self, memory, tiles, operands, run_time):
         c, rank = self.config, self._rank()
-        names = [
-            name for name in ("k", "v", "q", "do", "kt", "qt", "dot") if hasattr(operands, name)
-        ]
-        names = [name for name in names if getattr(operands, name) is not None]
+        every = ("k", "v", "q", "do", "kt", "qt", "dot")
+        names = [name for name in every if getattr(operands, name) is not None]
         layout = cute.make_layout((TILE_M, 2, STAT_STAGES))
         ops = LoadOps(
             c, tiles, operands, run_time.entry_rows, run_time.lse, run_time.delta, rank,

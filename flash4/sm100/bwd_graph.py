@@ -7,7 +7,7 @@ arrive once a warp: a barrier counts warps, which matters where arrivals are rem
 from dataclasses import dataclass
 
 from flash4.common.graph import BARRIER_BYTES, WARP, WARPGROUP, launch_registers
-from flash4.sm100.fwd_graph import LEADER, THREADS, TMEM_COLUMNS, UMMA, Buffer, Role
+from flash4.sm100.fwd_graph import LEADER, TMEM_COLUMNS, UMMA, Buffer, Role
 
 BYTES = "bytes"  # a signal that a copy from the peer completes
 ROWS = 128  # rows of an MMA in a CTA: lanes of tensor memory
@@ -243,18 +243,3 @@ class Graph:
             for name, (lo, n) in self.tmem.ranges().items()
         ]
         return "\n".join(lines)
-
-
-__all__ = [
-    "BYTES",
-    "CHUNK",
-    "LEADER",
-    "ROWS",
-    "SLICE",
-    "THREADS",
-    "UMMA",
-    "Graph",
-    "Ring",
-    "Signal",
-    "TmemMap",
-]
