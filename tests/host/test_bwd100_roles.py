@@ -53,7 +53,7 @@ def run(case: Case, seed: int = 0):
     return case.config
 
 
-SHAPES = ((0, 150, 300), (1, 300, 150), (3, 257, 257), (4, 150, 300), (5, 300, 520), (6, 300, 100))
+SHAPES = ((0, 150, 300), (1, 300, 150), (3, 257, 257), (4, 150, 300), (5, 260, 300), (6, 300, 100))
 
 
 @pytest.mark.parametrize(("index", "seqlen_q", "seqlen_k"), SHAPES)
@@ -119,7 +119,7 @@ def same_bits(case: Case, seed: int):
 @pytest.mark.parametrize("index", [1, 5])
 def test_a_fixed_order_gives_the_same_bits(index):
     config, *dims = KINDS[index]
-    case = Case(replace(config, ordered=True), *dims, 1, 300, 560, 1, 2, workers=3)
+    case = Case(replace(config, ordered=True), *dims, 1, 200, 300, 1, 2, workers=2)
     same_bits(case, 0)
 
 
