@@ -369,7 +369,7 @@ def choose_config(problem) -> tuple[BackwardConfig, tuple[str, ...]]:
     import torch
 
     tile_d, tile_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
-    if problem.softcap and tile_d == PAIRED_DIM:
+    if problem.softcap and tile_d == PAIRED_DIM and not problem.varlen:
         tile_dv = PAIRED_DIM  # a pair has more registers for compute
     fields = {
         "bf16": problem.dtype == torch.bfloat16,
@@ -402,6 +402,8 @@ def choose_ctas(problem, fields: dict) -> tuple[int, str]:
     """CTAs that work on a tile, and the reason: a pair where it moves fewer bytes of shared memory and is not mostly masked."""
     if (fields["tile_d"], fields["tile_dv"]) != (PAIRED_DIM, PAIRED_DIM):
         return 1, "one CTA: halves of head dims below 128 are not built"
+    if problem.varlen:
+        return 1, "one CTA: pairs are not built for sequences of different lengths"
     if fields["softcap"]:
         return (
             2,

@@ -10,7 +10,7 @@ from flash4.dispatch import plan_backward
 from flash4.interface import options_of
 from flash4.problem import AttentionProblem
 from flash4.sim.sm100_bwd import simulate_backward
-from flash4.sm100.bwd_config import can_implement
+from flash4.sm100.bwd_config import can_implement, choose_config
 from tests import strategies
 from tests.checks import assert_gradients_close
 from tests.host.test_bwd90_sequences import PROBLEMS, arrays_of
@@ -57,3 +57,12 @@ def test_random_sequences(problem, seed, deterministic):
     """Random lengths with any features, and CTAs that share the tiles anyhow."""
     assume(problem.scores)
     run(problem, seed, 1 + seed % 4, deterministic)
+
+
+@pytest.mark.parametrize("softcap", [False, True])
+def test_sequences_never_get_a_pair(softcap):
+    """Nor does a call fail that would have one if its lengths did not differ."""
+    sizes = (torch.bfloat16, 1, 4096, 4096, 1, 1, 128, 128, True)
+    for lengths, ctas in (({}, 2), ({"cu_q": True, "cu_k": True}, 1), ({"used_k": True}, 1)):
+        problem = AttentionProblem(*sizes, softcap=softcap, **lengths)
+        assert choose_config(problem)[0].ctas == ctas
