@@ -13,6 +13,7 @@ from flash4.sm90 import bwd_192_config as sm90_bwd_192
 from flash4.sm90 import bwd_config as sm90_bwd
 from flash4.sm90 import bwd_wide_config as sm90_bwd_wide
 from flash4.sm90 import fwd_config as sm90_fwd
+from flash4.sm100 import bwd_config as sm100_bwd
 from flash4.sm100 import fwd_config as sm100_fwd
 
 
@@ -40,6 +41,9 @@ FORWARD_KERNELS = (
     *_ampere_rows("sm80-fwd", "flash4.sm80.fwd:ForwardSm80", sm80_fwd),
 )
 BACKWARD_KERNELS = (
+    ("sm100-bwd", "flash4.sm100.bwd:BackwardSm100", "sm_100a", sm100_bwd),
+    ("sm100-bwd", "flash4.sm100.bwd:BackwardSm100", "sm_103a", sm100_bwd),
+    ("sm100-bwd", "flash4.sm100.bwd:BackwardSm100", "sm_110a", sm100_bwd),
     ("sm90-bwd", "flash4.sm90.bwd:BackwardSm90", "sm_90a", sm90_bwd),
     ("sm90-bwd-192", "flash4.sm90.bwd_192:Backward192Sm90", "sm_90a", sm90_bwd_192),
     ("sm90-bwd-wide", "flash4.sm90.bwd_wide:WideBackwardSm90", "sm_90a", sm90_bwd_wide),
@@ -139,6 +143,8 @@ def _summary(p: AttentionProblem) -> str:
 def _explanations(plan) -> list[str]:
     lines = [f"  because {reason}" for reason in plan.reasons]
     lines += [f"  not {name}: {reason}" for name, reason in plan.rejected]
+    if plan.arch not in ARCHITECTURES.values():
+        lines.append("  not yet run on silicon: launched by `python -m flash4 selftest` alone")
     return lines + ([f"  copies {copy}" for copy in plan.copies] or ["  copies nothing"])
 
 

@@ -464,6 +464,7 @@ def launch_backward(launch: BackwardLaunch, dout, dlse, inputs, out, lse, option
     if sink is None:
         return *gradients, lse.new_empty(0)
     delta = statistics_of_rows(statistics[1], lse, options.cu_seqlens_q, config.tile_m)
+    delta = -delta if config.negates else delta
     return *gradients, _gradient_of_sink(delta, as_batch(lse, 3), sink)
 
 

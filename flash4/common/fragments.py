@@ -17,6 +17,8 @@ def accumulator_place(thread, group, number):
 
 def dq_place(config, part, thread, group, number):
     """(query, head dim) in a block of dQ of a number of warpgroup ``part``; ``config`` is a ``FinishConfig`` or that of the backward."""
+    if config.dq_lanes:
+        return _lane_place(config, part, thread, group * GROUP_NUMBERS + number)
     row, column = accumulator_place(thread, group, number)
     if config.swap_dq:
         beyond = (
@@ -45,3 +47,12 @@ def warp_dq_place(config, number):
     row = row + group // groups * WARP_ROWS + mine % GROUP_NUMBERS // 2 * 8 + lane // 4
     column = warp // config.query_warps * columns + group % groups * GROUP_COLUMNS
     return row, column + lane % 4 * 2 + mine % 2
+
+
+def _lane_place(config, part, thread, column):
+    """The same of sums as lanes of tensor memory have them: of one CTA, a query each, half of the head dims a part; or of a
+    pair, 64 queries a CTA, with the second half of the head dims in lanes from 64 on."""
+    half = config.tile_d // 2
+    if config.dq_lanes == 1:
+        return thread, part * half + column
+    return part * 64 + thread % 64, thread // 64 * half + column

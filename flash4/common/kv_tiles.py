@@ -107,7 +107,10 @@ class KvSteps:
 
         They all have lower indices.
         """
-        block, _ = self.place(tile, i)
+        return self.rank_of(tile, self.place(tile, i)[0])
+
+    def rank_of(self, tile, block):
+        """The same, of a block of queries."""
         rank = self.blocks.rank(tile.n_block, block, *self.lengths(tile))
         return choose(self.is_seen(tile), rank, -1)
 

@@ -186,3 +186,23 @@ class Divisor:
 
     def __new_from_mlir_values__(self, values):
         return Divisor(None, self.made.__new_from_mlir_values__(values))
+
+
+class Factor(Divisor):
+    """The same of a number that integers are multiplied by, too."""
+
+    def __init__(self, number, made=None):
+        super().__init__(number, made)
+        self.number = number
+
+    def __rmul__(self, x):
+        return x * self.number
+
+    __mul__ = __rmul__
+
+    def __extract_mlir_values__(self):
+        return [self.number.ir_value(), *super().__extract_mlir_values__()]
+
+    def __new_from_mlir_values__(self, values):
+        made = self.made.__new_from_mlir_values__(values[1:])
+        return Factor(Int32(values[0]), made)

@@ -75,6 +75,11 @@ def ragged_rows_view(x):
     return permuted_view(ragged_values_view(x), [1, 0, 2, 3, 4])
 
 
+def ragged_rows(tensor, head, begin, rows):
+    """So many rows (S, D) of a head from row ``begin`` on; loads of what comes after them give zeros."""
+    return cute.domain_offset((WRAP - rows, 0), tensor[None, None, head, WRAP, begin + rows])
+
+
 def ragged_store_view(x):
     """View (1, S, H, D) as (row, D, H, end), to store."""
     _, rows, heads, head_dim = x.shape

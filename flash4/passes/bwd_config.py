@@ -23,6 +23,7 @@ class PrepareConfig:
         chained: the next kernel may be launched before this one has ended; it waits where it must.
         cu_q: queries are packed, as in ``sm90.bwd_config.BackwardConfig``.
         used_q: queries in use are counted.
+        negates: statistics are stored as -LSE and -D, for those who add them.
     """
 
     bf16: bool
@@ -36,6 +37,7 @@ class PrepareConfig:
     chained: bool = False
     cu_q: bool = False
     used_q: bool = False
+    negates: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class FinishConfig:
     Attributes:
         warps: that multiplied a block, each 16 by 8 numbers at a time (``fragments.warp_dq_place``); 0 where warpgroups did.
         query_warps: of these, those that share its queries.
+        dq_lanes: 1 or 2 where the sums lie as lanes of tensor memory of so many CTAs have them, else 0.
     """
 
     bf16: bool
@@ -56,6 +59,7 @@ class FinishConfig:
     used_q: bool = False
     warps: int = 0
     query_warps: int = 0
+    dq_lanes: int = 0
 
     @property
     def splits_queries(self) -> bool:
@@ -68,9 +72,11 @@ def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig]:
     lengths = (config.cu_q, config.used_q)
     prepare = PrepareConfig(
         config.bf16, config.tile_m, config.dq_width, config.tile_dv, dlse, config.turns,
-        config.handed_out, not config.first_stores, config.chained, *lengths,
+        config.handed_out, not config.first_stores, config.chained, *lengths, config.negates,
     )  # fmt: skip
-    order = () if not hasattr(config, "query_warps") else (config.warps, config.query_warps)
+    order = {"dq_lanes": config.dq_lanes}
+    if hasattr(config, "query_warps"):
+        order |= {"warps": config.warps, "query_warps": config.query_warps}
     return prepare, FinishConfig(
         config.bf16,
         config.tile_m,
@@ -78,5 +84,5 @@ def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig]:
         config.swap_dq,
         config.chained,
         *lengths,
-        *order,
+        **order,
     )

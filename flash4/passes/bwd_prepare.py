@@ -138,9 +138,12 @@ class PrepareBackward:
         # What is +inf makes P = 0: rows behind the last, and rows that see no key.
         seen = (thread < mine.used) & (row_lse != -Float32.inf)
         slot = block * c.tile_m + thread
+        sign = -1.0 if c.negates else 1.0
         if thread < c.tile_m:
-            lse2[batch, head, slot] = cutlass.select_(seen, row_lse * LOG2E, Float32.inf)
-            delta[batch, head, slot] = cutlass.select_(seen, sD[thread] - row_dlse, Float32(0.0))
+            lse2[batch, head, slot] = sign * cutlass.select_(seen, row_lse * LOG2E, Float32.inf)
+            delta[batch, head, slot] = sign * cutlass.select_(
+                seen, sD[thread] - row_dlse, Float32(0.0)
+            )
 
 
 def place_of(index, blocks):

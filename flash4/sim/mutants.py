@@ -18,7 +18,15 @@ import numpy as np
 from flash4.common import handout
 from flash4.common.dsl import plain
 from flash4.problem import CallOptions
-from flash4.sim import sm80_bwd, sm80_fwd, sm90_bwd, sm90_bwd_192, sm90_bwd_wide, sm100_fwd
+from flash4.sim import (
+    sm80_bwd,
+    sm80_fwd,
+    sm90_bwd,
+    sm90_bwd_192,
+    sm90_bwd_wide,
+    sm100_bwd,
+    sm100_fwd,
+)
 from flash4.sim.cluster import arrive_at
 from flash4.sim.machine import Hazard
 from flash4.sim.rings import Ring, SharedRing
@@ -40,8 +48,11 @@ from flash4.sm90.bwd_192_config import Backward192Config
 from flash4.sm90.bwd_config import BackwardConfig
 from flash4.sm90.bwd_wide_config import WideBackwardConfig
 from flash4.sm90.fwd_config import ForwardConfig
+from flash4.sm100 import bwd_pair_roles as bwd_pair_roles_sm100
+from flash4.sm100 import bwd_roles as bwd_roles_sm100
 from flash4.sm100 import fwd_roles as fwd_roles_sm100
 from flash4.sm100 import fwd_wide_roles as fwd_wide_roles_sm100
+from flash4.sm100.bwd_config import BackwardConfig as BackwardConfigSm100
 from flash4.sm100.fwd_config import ForwardConfig as ForwardConfigSm100
 
 DROPPED = {
@@ -53,6 +64,7 @@ DROPPED = {
     "wait_copies",  # on Ampere
     *("post_p", "wait_p", "post_ds", "wait_ds"),  # of the wide one
     *("wait_peer", "release_peer", "acquire_ds"),  # and of its pairs of CTAs
+    *("wait_sent", "expect", "send_ds"),  # of the Blackwell backward
 }
 UNWAITED = {
     "acquire_and_advance",
@@ -259,6 +271,17 @@ SM80_BACKWARD_PROBLEMS = (
 JOINT_BACKWARD_PROBLEMS = (
     BackwardProblem(WideBackwardConfig(True, 256, 64, False, joint=True), 300, 200),
     BackwardProblem(WideBackwardConfig(True, 256, 64, True, joint=True, do_stages=2), 250, 200, 2),
+)
+
+# Tiles of one step and of several, one tile and several of a CTA, one CTA and a pair, sums in a fixed order.
+SM100_BACKWARD_PROBLEMS = (
+    BackwardProblem(BackwardConfigSm100(True, 64, 64, False), 300, 200),
+    BackwardProblem(BackwardConfigSm100(True, 128, 128, False, ctas=2), 300, 300),
+    BackwardProblem(BackwardConfigSm100(True, 64, 64, True, ordered=True), 300, 400, 1, 3),
+    BackwardProblem(BackwardConfigSm100(True, 64, 64, False), 100, 200),
+    BackwardProblem(
+        BackwardConfigSm100(True, 128, 128, True, ctas=2, ordered=True), 300, 300, 1, 2
+    ),
 )
 
 
@@ -512,6 +535,20 @@ def sm100_fwd_mutants() -> list[Mutant]:
     ]
 
 
+def sm100_bwd_mutants() -> list[Mutant]:
+    """All mutants of the Blackwell backward's source: of the roles of one CTA, and of those of a pair."""
+
+    def mutants(module, name, vary):
+        return mutants_of_source(inspect.getsource(module), module.__file__, name, vary)
+
+    vary = sm100_bwd.Variation
+    found = list(mutants(bwd_roles_sm100, "BackwardRoles", vary))
+    pair = mutants(bwd_pair_roles_sm100, "PairRoles", lambda roles: vary(pair_roles=roles))
+    found += [replace(mutant, name=f"pair {mutant.name}") for mutant in pair]
+    name = "pair: CTAs do not meet before one ends"
+    return [*found, Mutant(name, 0, True, functools.partial(vary, meets=False))]
+
+
 def sm90_bwd_mutants() -> list[Mutant]:
     """All mutants of the Hopper backward: of its source, and of how its ends count slots."""
     source, path, vary = inspect.getsource(bwd_roles), bwd_roles.__file__, sm90_bwd.Variation
@@ -615,6 +652,7 @@ KERNELS = {
     "sm90-bwd-wide": sm90_bwd_wide_mutants,
     "sm90-bwd-joint": sm90_bwd_joint_mutants,
     "sm100-fwd": sm100_fwd_mutants,
+    "sm100-bwd": sm100_bwd_mutants,
 }
 JURIES = {
     "sm80-fwd": lambda: Jury(SM80_PROBLEMS, simulate=sm80_fwd.simulate_forward),
@@ -631,6 +669,7 @@ JURIES = {
         JOINT_BACKWARD_PROBLEMS, simulate=sm90_bwd_wide.simulate_wide_backward
     ),
     "sm100-fwd": lambda: Jury(SM100_PROBLEMS, simulate=sm100_fwd.simulate_forward),
+    "sm100-bwd": lambda: Jury(SM100_BACKWARD_PROBLEMS, simulate=sm100_bwd.simulate_backward),
 }
 
 

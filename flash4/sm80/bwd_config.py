@@ -91,7 +91,8 @@ class BackwardConfig:
 
     ctas = 1  # that work on a tile together, as configs of all architectures call them
     # What other backwards may do: this one adds to zeros, and is followed by the kernel that converts.
-    first_stores = chained = handed_out = swap_dq = False
+    first_stores = chained = handed_out = swap_dq = negates = False
+    dq_lanes = 0  # sums of dQ lie as accumulators of warps have them
 
     @property
     def dq_width(self) -> int:

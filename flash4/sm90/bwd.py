@@ -28,6 +28,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.kv_handout import GivenKvTiles, ToldKvTiles
+from flash4.common.kv_one_tile import TILE_WORDS, OneTile
 from flash4.common.kv_sequences import SequenceSchedule, Side
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.mods import AUX, decode_aux
@@ -44,7 +45,6 @@ from flash4.sm90.bwd_late_roles import LateRoles
 from flash4.sm90.bwd_ops import Exchange, Inbox, LoadOps, MmaOps, Outbox, ReduceOps
 from flash4.sm90.bwd_roles import BackwardRoles
 from flash4.sm90.bwd_slots import KvTileSlots
-from flash4.sm90.bwd_tiles import TILE_WORDS, OneTile
 from flash4.sm90.fwd import aux_of, fake_aux
 from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT
 from flash4.sm90.fwd_ops import Operand, element

@@ -27,6 +27,9 @@ UNEVEN_SECTION_HEADS = 16  # whose tiles, longest first, balance well and still 
 class BackwardFacts:
     """What follows from the fields of any Hopper backward's config."""
 
+    dq_lanes = 0  # sums of dQ lie as accumulators of warpgroups have them
+    negates = False  # statistics are subtracted
+
     def blocks(self, left=None, right=None) -> QueryBlocks:
         """Which blocks of queries a tile visits; the sides of the window are those that the config says there are."""
         if (left is not None, right is not None) != (self.left, self.right):

@@ -17,7 +17,7 @@ from flash4.common.geometry import choose, imax, imin
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LOG2E
-from flash4.common.tma_views import WRAP
+from flash4.common.tma_views import ragged_rows
 from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, BackwardConfig
 from flash4.sm90.fwd_config import MMA_ROWS
 from flash4.sm90.fwd_ops import Operand, element, issue_mma, tma_load
@@ -202,7 +202,7 @@ class LoadOps:
     """Verbs of the ``load`` role."""
 
     config: BackwardConfig
-    tiles: object  # kv_tiles.KvTileSchedule, bwd_tiles.OneTile or views of kv_handout, as in the other verbs
+    tiles: object  # kv_tiles.KvTileSchedule, kv_one_tile.OneTile or views of kv_handout, as in the other verbs
     q: Operand  # (S, D, H, B), as the next three; ragged views if the config says so
     k: Operand
     v: Operand
@@ -274,11 +274,6 @@ class LoadOps:
         c = self.config
         source = gX.iterator + block * c.tile_m
         copy_row(sX[None, slot.index].iterator, source, c.statistics_bytes, slot.barrier)
-
-
-def ragged_rows(tensor, head, begin, rows):
-    """So many rows (S, D) of a head from row ``begin`` on; loads of what comes after them give zeros."""
-    return cute.domain_offset((WRAP - rows, 0), tensor[None, None, head, WRAP, begin + rows])
 
 
 def store_rows(operand: Operand, tile, entry, warpgroup, sX):
