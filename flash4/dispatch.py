@@ -375,9 +375,10 @@ def _backward_section(problem: AttentionProblem, config, workers: int) -> int:
     return min(grid.head_count, max(wave, config.least_heads))
 
 
-def gradient_obstacle(problem: AttentionProblem) -> str | None:
-    """Why no kernel gives gradients of a call, on whatever GPU, or None; the last one takes the most head dims."""
-    reasons = [module.can_implement(problem) for *_, module in BACKWARD_KERNELS]
+def gradient_obstacle(problem: AttentionProblem, arch: str = "sm_90a") -> str | None:
+    """Why no kernel for ``arch`` gives gradients of a call, or None; the last one takes the most head dims."""
+    kernels = [module for _, _, target, module in BACKWARD_KERNELS if target == arch]
+    reasons = [module.can_implement(problem) for module in kernels]
     return None if None in reasons else reasons[-1]
 
 

@@ -583,14 +583,15 @@ _obstacles: dict[tuple, str | None] = {}
 
 def _obstacle(q, k, v, options: CallOptions) -> str | None:
     """Why there are no gradients of a call, or None; looked up, since every forward of a training asks."""
-    key = (q.shape[-1], v.shape[-1], options.flags)
+    arch = device_facts(q.device.index)[0] if q.is_cuda else "sm_90a"
+    key = (q.shape[-1], v.shape[-1], options.flags, arch)
     try:
         return _obstacles[key]
     except KeyError:
         pass
     except TypeError:  # a size that is being traced has no hash
-        return gradient_obstacle(AttentionProblem.of_call(q, k, v, options))
-    found = gradient_obstacle(AttentionProblem.of_call(q, k, v, options))
+        return gradient_obstacle(AttentionProblem.of_call(q, k, v, options), arch)
+    found = gradient_obstacle(AttentionProblem.of_call(q, k, v, options), arch)
     keep(_obstacles, key, found)
     return found
 

@@ -65,13 +65,15 @@ def pairs_of(case: GradientCase) -> set[tuple[str, ...]]:
     return {*itertools.combinations(sorted(features_of(case)), 2)}
 
 
-def random_cases(n: int, seed: int, sequences: bool = False) -> list[GradientCase]:
-    """Make n cases, all of them of sequences of different lengths if asked; tensors of case i have the seed ``seed + i``.
+def random_cases(
+    n: int, seed: int, sequences: bool = False, arch: str = "sm_90a"
+) -> list[GradientCase]:
+    """Make n cases for a target, all of them of sequences of different lengths if asked; tensors of case i have the seed ``seed + i``.
 
     Of several that are drawn, the one is taken in which the most pairs of features meet for the first time.
     """
     generator = random.Random(seed)
-    drawn = _candidates(generator.choice, seed, sequences)
+    drawn = _candidates(generator.choice, seed, sequences, arch)
     cases, met = [], set()
     for i in range(n):
         some = [next(drawn) for _ in range(CANDIDATES if i < n // 2 else 1)]
@@ -81,7 +83,7 @@ def random_cases(n: int, seed: int, sequences: bool = False) -> list[GradientCas
     return cases
 
 
-def _candidates(choose, seed: int, sequences: bool):
+def _candidates(choose, seed: int, sequences: bool, arch: str):
     """Cases whose gradients are built, without end."""
     problems = random_problems(10**9, seed, max_scores=MAX_SCORES)
     for problem in (p for p in problems if p.varlen or not sequences):
@@ -89,7 +91,7 @@ def _candidates(choose, seed: int, sequences: bool):
             head_dim, head_dim_v, dtype = choose(DIMS_OF_MODS)
             changes = dict(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
             problem = dataclasses.replace(problem, **changes)
-        if is_built(problem):
+        if is_built(problem, arch):
             flags = choose((False, False, True)), choose((False,) * 5 + (True,))
             yield GradientCase(problem, 0, choose(DOUTS), *flags)
 
@@ -107,17 +109,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dlse", action="store_true", help="with --problem")
     parser.add_argument("--deterministic", action="store_true", help="with --problem")
     options = parser.parse_args(arguments)
+    capability = torch.cuda.get_device_capability()
+    if options.arch:
+        serve(capability, options.arch)
+    arch = architecture(capability)
     if options.problem:
         problem = eval(options.problem, {"Problem": Problem, "torch": torch})
         flags = (options.dout, options.dlse, options.deterministic)
         cases = [GradientCase(problem, options.seed, *flags)]
     else:
-        cases = random_cases(options.n, options.seed, options.sequences)
+        cases = random_cases(options.n, options.seed, options.sequences, arch)
     start = time.perf_counter()
-    capability = torch.cuda.get_device_capability()
-    if options.arch:
-        serve(capability, options.arch)
-    arch = architecture(capability)
     keys = list(dict.fromkeys(key for case in cases for key in case.kernels(arch)))
     failures = compile_all(keys, max(1, min(options.workers, len(keys))))
     compiled = time.perf_counter()

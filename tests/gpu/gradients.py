@@ -133,11 +133,11 @@ def poison(device: str = DEVICE) -> None:
     del blocks
 
 
-def is_built(problem: Problem) -> bool:
-    """Whether there are gradients of a problem."""
+def is_built(problem: Problem, arch: str = "sm_90a") -> bool:
+    """Whether a target has gradients of a problem."""
     from flash4.interface import options_of
     from flash4.problem import AttentionProblem
 
     shapes = problem.shapes
     options = options_of(*shapes, **problem.keywords("meta"))
-    return gradient_obstacle(AttentionProblem.of_call(*shapes, options)) is None
+    return gradient_obstacle(AttentionProblem.of_call(*shapes, options), arch) is None

@@ -714,8 +714,8 @@ def test_plans_explain_themselves():
     assert not plan.config.turns  # they would be two more numbers a block
     assert plan.workspace_bytes == 4 * 2 * 16 * blocks * plan.config.tile_m * (128 + 2)
     assert hash(plan) == hash(flash4.explain(q, kv, kv, causal=True, backward=True))
-    with pytest.raises(NotImplementedError, match="runs on sm_90a, not sm_80"):
-        flash4.explain(q, kv, kv, backward=True, arch="sm_80")
+    with pytest.raises(NotImplementedError, match="runs on sm_90a, not sm_70"):
+        flash4.explain(q, kv, kv, backward=True, arch="sm_70")
     with pytest.raises(ValueError, match="empty"):
         flash4.explain(q[:0], kv[:0], kv[:0], backward=True)
 
