@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flash4
 from tests import strategies
+from tests.checks import assert_gradients_close
 from tests.gpu.gradients import DEVICE, DOUTS, GradientCase, poison
 from tests.strategies import Problem
 
@@ -284,6 +285,20 @@ def test_torch_asks_for_deterministic_gradients():
         torch.use_deterministic_algorithms(False)
     for gradients in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(gradients, results[0], strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_rows_whose_lse_is_very_negative(head_dim: int):
+    """Keys behind the last have scores of 0, far above them: without a mask their P would be infinite."""
+    problem = Problem(BF16, 1, 70, 70, 1, 1, head_dim, head_dim, softmax_scale=-1.0)
+    inputs = [x.detach() for x in GradientCase(problem).inputs()]
+    inputs = [(5 * inputs[0].abs()), (5 * inputs[1].abs()), inputs[2]]
+    inputs = [x.requires_grad_() for x in inputs]
+    out, lse = flash4.flash_attn_func(*inputs, softmax_scale=-1.0, return_lse=True)
+    assert lse.max() < -500
+    dout = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, inputs, dout)
+    assert_gradients_close(gradients, inputs, dout, softmax_scale=-1.0)
 
 
 def test_neighbours_in_the_batch_do_not_matter():

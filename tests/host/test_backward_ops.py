@@ -463,6 +463,17 @@ def test_gradients_of_features(name):
     assert_gradients_close(gradients, x.three, x.dout, **keywords)
 
 
+def test_rows_whose_lse_is_very_negative():
+    x = Inputs.draw(lengths=(70, 90), dims=(64, 64))
+    three = [t.detach() for t in x.three]
+    three = [(5 * t.abs()).requires_grad_() for t in three[:2]] + [three[2].requires_grad_()]
+    with stand_in():
+        out, lse = flash4.flash_attn_func(*three, softmax_scale=-1.0, return_lse=True)
+        gradients = torch.autograd.grad(out, three, x.dout[..., :64])
+    assert lse.max() < -500
+    assert_gradients_close(gradients, three, x.dout, softmax_scale=-1.0)
+
+
 SINKS = {
     "some": torch.linspace(-2, 2, 4),
     "far above and below": torch.tensor([-1000.0, -30.0, 30.0, 1000.0]),
