@@ -290,7 +290,14 @@ def test_torch_asks_for_deterministic_gradients():
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_rows_whose_lse_is_very_negative(head_dim: int):
     """Keys behind the last have scores of 0, far above them: without a mask their P would be infinite."""
-    problem = Problem(BF16, 1, 70, 70, 1, 1, head_dim, head_dim, softmax_scale=-1.0)
+    problem = Problem(
+        torch.bfloat16,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        seqlen_q=70,
+        seqlen_k=70,
+        softmax_scale=-1.0,
+    )
     inputs = [x.detach() for x in GradientCase(problem).inputs()]
     inputs = [(5 * inputs[0].abs()), (5 * inputs[1].abs()), inputs[2]]
     inputs = [x.requires_grad_() for x in inputs]
