@@ -399,7 +399,7 @@ def check_lengths(q, k, options: CallOptions):
             raise TypeError(f"{name} is {x.dtype}; supported are torch.int32 and torch.int64")
         if x.device != q.device:
             raise ValueError(f"{name} must be on {q.device} as q, got {x.device}")
-        cumulative = name.startswith("cu")
+        cumulative = int(name.startswith("cu"))  # sizes that are being traced take no bool
         if x.ndim != 1 or (cumulative and x.shape[0] == 0):
             size = "batch + 1" if cumulative else "batch"
             raise ValueError(f"{name} must have shape ({size},), got {tuple(x.shape)}")
