@@ -76,6 +76,7 @@ def run_child(arguments: list[str], limit_s: float) -> Done:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
+            env={k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"},  # reports are read
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -85,15 +85,17 @@ class FinishBackward:
         values = cute.make_rmem_tensor((GROUP_NUMBERS, numbers // GROUP_NUMBERS), Float32)
         source, layout = self._source(source, part, mine, thread, numbers)
         cute.autovec_copy(cute.make_tensor(source, layout), values)
-        for i in cutlass.range_constexpr(numbers):
-            if cutlass.const_expr(c.warps > 0):
-                query, column = warp_dq_place(c, i * THREADS + thread)
-            else:
-                query, column = dq_place(c, part, mine, i // GROUP_NUMBERS, i % GROUP_NUMBERS)
-            value = values[i] * scale
-            if cutlass.const_expr(side is not None):  # rows may be stored but not in use
-                value = Float32(cutlass.select_(query < rows.used, value, Float32(0.0)))
-            sQ[query, column] = value.to(self.dtype)
+        for group in cutlass.range_constexpr(numbers // GROUP_NUMBERS):
+            for number in cutlass.range_constexpr(GROUP_NUMBERS):
+                if cutlass.const_expr(c.warps > 0):
+                    i = group * GROUP_NUMBERS + number
+                    query, column = warp_dq_place(c, i * THREADS + thread)
+                else:
+                    query, column = dq_place(c, part, mine, group, number)
+                value = values[number, group] * scale
+                if cutlass.const_expr(side is not None):  # rows may be stored but not in use
+                    value = Float32(cutlass.select_(query < rows.used, value, Float32(0.0)))
+                sQ[query, column] = value.to(self.dtype)
         cute.arch.sync_threads()
         vectors = c.tile_d // VECTOR  # of a row
         for i in cutlass.range_constexpr(cute.ceil_div(c.tile_m * vectors, THREADS)):

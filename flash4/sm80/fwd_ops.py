@@ -91,8 +91,9 @@ def move_outgrown(S: cute.Tensor, O: cute.Tensor, state, scale_log2, inv_scale_l
 def clear_rows(O: cute.Tensor, r: cutlass.Constexpr, columns: cutlass.Constexpr, empty):
     """0 in row ``r`` of O where it has no key: O may hold 0 * NaN there. Few warps have such a row."""
     if cute.arch.vote_any_sync(empty):
-        for j in cutlass.range_constexpr(columns):
-            O[r, j] = cutlass.select_(empty, Float32(0.0), O[r, j])
+        for pair in cutlass.range_constexpr(columns // 2):
+            for j in (2 * pair, 2 * pair + 1):
+                O[r, j] = cutlass.select_(empty, Float32(0.0), O[r, j])
 
 
 @dataclass(frozen=True)

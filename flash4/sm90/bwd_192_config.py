@@ -97,6 +97,8 @@ def choose_config(problem) -> tuple[Backward192Config, tuple[str, ...]]:
             "one CTA for each tile of keys, in the order of the hardware: faster where query heads share keys",
         )
     first_stores = not problem.causal or problem.seqlen_q <= problem.seqlen_k
+    if not problem.causal and config.tile_d == config.tile_dv:
+        first_stores = False  # with 160 and 160 head dims a register would spill, and products wait for one another
     config = replace(
         config, handed_out=True, backwards=True, chained=True, first_stores=first_stores
     )

@@ -33,9 +33,6 @@ BARRIER_DS_EMPTY = (
 )
 BARRIER_TURN = 12  # one per MMA warpgroup: 12, 13
 EXCHANGE_THREADS = 2 * WARPGROUP
-SMALL_CAP_LOG2 = (
-    180.0  # in log2 units, a cap of 125: a tanh that errs by 5.2e-7 makes P err by 6.5e-5 of itself
-)
 BOX_THREADS = WARPGROUP + WARP  # a warpgroup that fills the box of dQ, and the warp that empties it
 
 
@@ -554,38 +551,22 @@ class MmaOps:
         c, S = self.config, rows_of(s)
         lse = self._columns(self.sLSE, q_slot)
         place = self._place(tile, i) if phase.masked or c.alibi or c.has_mods else None
-        if c.softcap and not c.score_mod:
-            self._capped_softmax(place, phase.masked, S, lse)
-        else:
-            self._softmax(place, phase.masked, S, lse)
-        return Scores(s, phase.masked, place, q_slot)
-
-    @cute.jit
-    def _capped_softmax(self, place, masked: cutlass.Constexpr, S, lse):
-        """A tanh of a small cap may err by as much near 0 as elsewhere: P does not feel it."""
-        if self.cap <= SMALL_CAP_LOG2:
-            self._softmax(place, masked, S, lse, False)
-        else:
-            self._softmax(place, masked, S, lse)
-
-    def _softmax(self, place, masked, S, lse, relative=True):
-        """P into registers, and what dS takes into S (2, tile_m / 4)."""
-        c, count = self.config, cute.size(S)
-        pairs = cute.make_tensor(self.tDVrP.iterator, cute.make_layout((2, count // 2)))
+        pairs = cute.make_tensor(self.tDVrP.iterator, cute.make_layout((2, cute.size(s) // 2)))
         pair = cute.make_rmem_tensor(2, Float32)
-        for n in range(count // 2):
+        for n in range(cute.size(s) // 2):
             r, columns = n % 2, (n // 2 * 2, n // 2 * 2 + 1)
             for j in columns:
-                found = self._pair(place, masked, (r, j), S[r, j], lse[j], relative)
+                found = self._pair(place, phase.masked, (r, j), S[r, j], lse[j])
                 pair[j % 2] = found.p
                 if not c.score_mod:
                     S[r, j] = found.p if found.slope is None else found.p * found.slope
             pairs[None, n].store(pair.load().to(element(c)))
+        return Scores(s, phase.masked, place, q_slot)
 
-    def _pair(self, place, masked, at, product, lse, relative=True):
+    def _pair(self, place, masked, at, product, lse):
         """What is known of the pair of row and column ``at``, from its product and its query's LSE."""
         c, seen = self.config, None
-        score, slope = self._score(product, relative)
+        score, slope = self._score(product)
         if c.natural:
             score = score - self._bias(place, *at) if c.alibi else score
             modified = mods.function(c.score_mod)(score, *place.mods.at(*at, self.aux))
@@ -604,11 +585,11 @@ class MmaOps:
             logit = cutlass.select_(seen, logit, -Float32.inf)
         return Pair(cute.math.exp2(logit, fastmath=True), score, slope, seen)
 
-    def _score(self, product, relative):
+    def _score(self, product):
         """(scaled score, its slope over the scale or None) of a product of query and key."""
         if not self.config.softcap:
             return product * self.score_scale, None
-        capped, slope = numerics.tanh_and_slope(product * self.cap_scale, relative)
+        capped, slope = numerics.tanh_and_slope(product * self.cap_scale)
         return capped * self.cap, slope
 
     def _place(self, tile, i):

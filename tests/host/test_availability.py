@@ -64,7 +64,7 @@ def test_on_a_gpu(hopper):
 @pytest.mark.parametrize(
     ("device", "reason"),
     [
-        (1, r"cuda:1 \(T4\): .*7\.5; supported is 9\.0"),
+        (1, r"cuda:1 \(T4\): .*7\.5; supported are 9\.0"),
         ("cuda", r"cuda:1 \(T4\)"),
         ("cuda:7", "no cuda:7, PyTorch sees 2"),
         ("cpu", "cpu is no CUDA device"),

@@ -16,6 +16,7 @@ from flash4.passes.bwd_config import passes_of
 from flash4.problem import AttentionProblem
 from flash4.sim.explore import explore
 from flash4.sim.sm80_bwd import backward_machines, simulate_backward
+from flash4.sim.sm80_fwd import SMEM_LIMIT
 from flash4.sm80 import bwd_config
 from flash4.sm80.bwd_config import BackwardConfig
 from flash4.sm80.fwd_config import CTA_RESERVED, SMEM_ALIGN
@@ -92,6 +93,7 @@ def test_gradients_of_every_feature(problem, tile, deterministic, seed):
     tile = {"tile_m": 32, "stages": 2} | tile
     assume(bwd_config.query_warps(tile["tile_m"], config.tile_d, tile["warps"]))
     config = replace(config, **tile)
+    assume(config.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT)
     out, lse = reference.attention(*inputs, return_lse=True, **keywords)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(problem.dtype)
     for name in ("alibi_slopes",):
