@@ -430,8 +430,8 @@ def choose_order(config: BackwardConfig, problem) -> tuple[dict, tuple[str, ...]
     """Return the config fields that say who does what when, and the reasons."""
     window = config.left or config.right
     fields, reasons = {"chained": True}, ["kernels launched before the one before has ended"]
-    # Mods that read tensors leave no register for it where V is wider than Q and K.
-    crowded = config.aux and config.tile_d < config.tile_dv
+    # With the short steps that mods ask for there is no register left for it.
+    crowded = has_mods(problem) and config.tile_m < MMA_ROWS
     if config.varlen or crowded or not replace(config, handed_out=True).fits:
         reasons.append("one CTA for each tile of keys: lengths, head dims or mods ask for it")
     else:
