@@ -327,8 +327,9 @@ class ForwardOps:
                 lse = cutlass.select_(unused, -Float32.inf, lse)
             clear_rows(O, r, c.tile_dv // 4, empty)
             inverse = cutlass.select_(empty, Float32(0.0), inverse)
-            for j in cutlass.range_constexpr(c.tile_dv // 4):
-                O[r, j] = O[r, j] * inverse
+            for pair in cutlass.range_constexpr(c.tile_dv // 8):
+                for j in (2 * pair, 2 * pair + 1):
+                    O[r, j] = O[r, j] * inverse
             if (self.lane % 4 == 0) & exists:
                 mLSE[place.batch_q, head, place.row_q + query] = lse
 
