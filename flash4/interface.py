@@ -330,8 +330,8 @@ def flash_attn_func(
     right with ``window_size``. A query that sees no key gives exactly 0, and -inf in lse (its head's sink, if any).
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim), float16 or bfloat16, on a Hopper GPU. Any strides; a copy is made only
-            where TMA cannot address them (``explain`` says so). head_dim is a multiple of 8 up to 256.
+        q: (batch, seqlen_q, heads_q, head_dim), float16 or bfloat16, on a GPU that ``is_available`` names. Any strides; a
+            copy is made only where the kernel cannot address them (``explain`` says so). head_dim is a multiple of 8 up to 256.
         k: (batch, seqlen_k, heads_kv, head_dim); heads_kv divides heads_q.
         v: (batch, seqlen_k, heads_kv, head_dim_v); head_dim_v is a multiple of 8 up to 256.
         softmax_scale: 0, or 1e-38 to 1e30 of either sign; default 1 / sqrt(head_dim). Scaled scores up to 1e6 in
@@ -348,10 +348,8 @@ def flash_attn_func(
             and offset_k. It is known by its code and by the numbers that it closes over or names as globals: other
             numbers compile another kernel.
         score_mod_bwd: (grad, score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors) -> gradient of ``score``, which
-            gradients of q and k need where there is a score_mod. ``grad`` is the gradient of the loss by what score_mod
-            returned, in natural units: P (dP - D). ``score`` is what score_mod was given: softmax_scale * q k^T, capped,
-            with its ALiBi. A callable as score_mod is; for s^2 it is grad * 2 * score. What it makes of keys that are
-            hidden, and of queries that see none, is dropped: they get 0.
+            gradients of q and k need beside a score_mod, as a callable like it. ``grad`` is the gradient by what score_mod
+            returned, P (dP - D), and ``score`` what it was given; for s^2 it is grad * 2 * score. Hidden keys get 0.
         mask_mod: (batch, head, q_idx, kv_idx, seqlen_info, aux_tensors) -> whether the key is seen; as score_mod. Causal
             and window apply beside it. No block is skipped for it.
         aux_tensors: tensors that the mods read by index: 1 to 4 dimensions, float32, float16, bfloat16, int32 or int64,
@@ -380,9 +378,8 @@ def flash_attn_func(
         ValueError: sizes or devices that do not fit; the message says what is allowed.
         NotImplementedError: a keyword or GPU that is not supported yet; the message names it.
     """
-    rare = (
-        out, score_mod, score_mod_bwd, mask_mod, aux_tensors, block_mask, q_descale, k_descale, v_descale,
-    )  # fmt: skip
+    traced = (score_mod, score_mod_bwd, mask_mod, aux_tensors, block_mask)
+    rare = (out, *traced, q_descale, k_descale, v_descale)
     plain = (softmax_scale, causal, softcap, pack_gqa, dropout_p, num_splits)
     scalars = _scalars(rare, plain, window_size, deterministic)
     if scalars is not None:

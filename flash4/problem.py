@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from flash4.common.launch_facts import LENGTHS
 from flash4.common.mods import check_aux, encode_aux
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -15,9 +16,6 @@ MIN_SCALE = 1e-38  # times log2 e it is still a normal float32
 NO_LIMIT = -1  # a side of a window
 MAX_WINDOW = 2**30  # sums of two such numbers fit int32; a side of at least this is no limit
 MAX_SEQLEN = 2**30 - 1
-
-
-LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")  # fields of CallOptions
 
 
 class CallOptions(NamedTuple):

@@ -74,9 +74,6 @@ def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig]:
         config.bf16, config.tile_m, config.dq_width, config.tile_dv, dlse, config.turns,
         config.handed_out, not config.first_stores, config.chained, *lengths, config.negates,
     )  # fmt: skip
-    order = {"dq_lanes": config.dq_lanes}
-    if hasattr(config, "query_warps"):
-        order |= {"warps": config.warps, "query_warps": config.query_warps}
     return prepare, FinishConfig(
         config.bf16,
         config.tile_m,
@@ -84,5 +81,5 @@ def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig]:
         config.swap_dq,
         config.chained,
         *lengths,
-        **order,
+        **config.order_of_sums,
     )

@@ -24,14 +24,14 @@ from cutlass.memory import SmemAllocator, TmemAllocator
 
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.kv_one_tile import TILE_WORDS, OneTile
-from flash4.common.kv_sequences import SequenceSchedule, Side
+from flash4.common.kv_sequences import SequenceSchedule
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
+from flash4.common.launch_arguments import entry_rows, fake_backward, sides_of
 from flash4.common.numerics import LOG2E, Factor
 from flash4.common.tma_views import (
     permuted_view,
     ragged_rows_view,
     ragged_store_view,
-    rows_of_entry,
 )
 from flash4.sm100.bwd_config import DQ_STAGES, SMEM_LIMIT, STAT_STAGES, TILE_M, BackwardConfig
 from flash4.sm100.bwd_ends import (
@@ -75,7 +75,6 @@ BARRIER_TMEM = 1  # all who use tensor memory know where it is
 BARRIER_COMPUTE = 2
 BARRIER_REDUCE = 3
 BARRIER_FREE = 4  # compute and reduce are through with it
-LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 FINDING_WARP = 1  # not the one that sets up barriers
 # Where one CTA has an operand of the other major: over which.
 SAME = {"kt": "k", "qt": "q", "dot": "do"}
@@ -107,48 +106,7 @@ class BackwardSm100:
 
     def fake_arguments(self):
         """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
-        c, fake = self.config, cute.runtime.make_fake_tensor
-        batch, heads, heads_kv = cute.sym_int(), cute.sym_int(), cute.sym_int()
-        batch_k = batch if c.cu_q == c.cu_k else cute.sym_int()  # packed: a batch of one
-        seqlen_q, seqlen_k, padded, blocks = (cute.sym_int() for _ in range(4))
-        head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
-
-        def sym(divisibility):
-            return cute.sym_int64(divisibility=divisibility)
-
-        def tensor(*shape):
-            strides = (sym(8), sym(8), sym(8), 1)  # TMA: multiples of 16 bytes
-            return fake(element(c), shape, stride=strides, assumed_align=16)
-
-        def floats(*shape):
-            strides = (*(sym(4) for _ in shape[1:]), 1)  # bulk copies: multiples of 16 bytes
-            return fake(Float32, shape, stride=strides, assumed_align=16)
-
-        tensors = (
-            tensor(batch, seqlen_q, heads, head_dim),
-            tensor(batch_k, seqlen_k, heads_kv, head_dim),
-            tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
-            tensor(batch, seqlen_q, heads, head_dim_v),
-            floats(batch, heads, padded),
-            floats(batch, heads, padded),
-            floats(batch, heads, blocks, c.tile_m * c.tile_d),
-            tensor(batch_k, seqlen_k, heads_kv, head_dim),
-            tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
-        )
-        turns = (batch, heads, blocks, 2)
-        optional = {
-            "alibi_slopes": fake(
-                Float32, (cute.sym_int(), heads), stride=(sym(1), 1), assumed_align=4
-            ),
-            "turns": fake(Int32, turns, stride=(sym(1), sym(1), sym(1), 1), assumed_align=4),
-        }
-        for name in LENGTHS:
-            optional[name] = fake(Int32, (cute.sym_int(),), stride=(1,), assumed_align=4)
-        tensors += tuple(optional[name] for name in c.optional_tensors)
-        types = {"left": Int32, "right": Int32, "workers": Int32}
-        numbers = tuple(types.get(name, Float32)(1) for name in c.numbers)
-        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-        return (tensors, numbers, Int32(1), stream)
+        return fake_backward(self.config, element(self.config))
 
     @cute.jit
     def __call__(
@@ -163,7 +121,7 @@ class BackwardSm100:
         q, k, v, do, lse, delta, dq, dk, dv, *optional = tensors
         optional = dict(zip(c.optional_tensors, optional, strict=True))
         numbers = dict(zip(c.numbers, numbers, strict=True))
-        queries, keys = self._sides(q, k, optional)
+        queries, keys = sides_of(c, q, k, optional)
         grid = KvGrid(
             n_blocks=keys.slots if c.cu_k else cute.ceil_div(k.shape[1], c.tile_n),
             heads_kv=k.shape[2],
@@ -183,7 +141,7 @@ class BackwardSm100:
             turns=optional.get("turns"),
             queries=queries if c.varlen else None,
             keys=keys if c.varlen else None,
-            entry_rows=self._entry_rows(q, k, v, do),
+            entry_rows=entry_rows(self.config, q, k, v, do),
         )
         operands = self._operands(q, k, v, do, dk, dv)
         workers = grid.total
@@ -197,24 +155,6 @@ class BackwardSm100:
             min_blocks_per_mp=1,
             use_pdl=c.chained,
         )
-
-    def _sides(self, q, k, optional):
-        """Where queries and keys of sequences lie whose lengths are in tensors."""
-        cu_q, cu_k, used_q, used_k = (optional.get(name) for name in LENGTHS)
-        batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
-        return (
-            Side(batch, q.shape[1], self.config.tile_m, cu_q, used_q),
-            Side(batch, k.shape[1], self.config.tile_n, cu_k, used_k),
-        )
-
-    def _entry_rows(self, q, k, v, do):
-        """Rows from one batch entry to the next, of what is ragged but not packed."""
-        c, found = self.config, {}
-        if c.used_q and not c.cu_q:
-            found |= {"q": rows_of_entry(q), "do": rows_of_entry(do)}
-        if c.used_k and not c.cu_k:
-            found |= {"k": rows_of_entry(k), "v": rows_of_entry(v)}
-        return found
 
     def _view(self, name, x, order):
         """A tensor (B, S, H, D) with its modes in another order, or ragged; see the verbs."""

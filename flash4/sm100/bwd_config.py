@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from flash4.common.geometry import QueryBlocks
+from flash4.common.launch_facts import BackwardLaunch
 from flash4.sm100.bwd_graph import BYTES, ROWS, Graph, Ring, Signal, TmemMap
 from flash4.sm100.fwd_config import COLUMN_STEP, ELEMENT_BYTES, SMEM_LIMIT, padded_head_dim
 from flash4.sm100.fwd_graph import LEADER, THREADS, UMMA, Buffer, Role
@@ -22,7 +23,6 @@ FEATURE_REGISTERS = (144, 152, 64)  # windows, slopes and sequences
 CAP_REGISTERS = (136, 160, 56)  # caps of sequences, where a pair is not built
 PAIR_REGISTERS = (136, 136, 104)
 NARROW_REGISTERS = (96, 184, 48)  # windows, slopes and caps, where a lane of dQ has 64 columns
-UNEVEN_SECTION_HEADS = 16  # whose tiles, longest first, balance well and still share L2
 SMEM_CYCLES = 128  # bytes that an SM's shared memory moves per cycle
 MMA_FLOPS = 8192  # dense 16-bit tensor operations of an SM per cycle
 EXPONENTIALS = 16  # of an SM per cycle
@@ -35,7 +35,7 @@ UNBUILT = {
 
 
 @dataclass(frozen=True)
-class BackwardConfig:
+class BackwardConfig(BackwardLaunch):
     """Compile-time facts of one Blackwell backward kernel; ints and bools only, and it is the cache key.
 
     Attributes:
@@ -85,27 +85,8 @@ class BackwardConfig:
         if self.causal and self.right:
             raise ValueError("causal and right exclude each other: causal is a right side of 0")
 
-    # What the kernels around and the launch ask of any backward.
-    first_stores = False  # sums of dQ start from zero
-    handed_out = False  # which tiles a CTA takes is fixed
     chained = True  # kernels are launched before the one before has ended
     negates = True  # statistics come as -LSE and -D, to be added
-    swap_dq = False
-
-    @property
-    def varlen(self) -> bool:
-        """Lengths of sequences are known on the GPU only: each CTA finds its only tile there."""
-        return self.ragged_q or self.ragged_k
-
-    @property
-    def ragged_q(self) -> bool:
-        """Behind the last query of a sequence come rows that are not its own, and may hold anything."""
-        return self.cu_q or self.used_q
-
-    @property
-    def ragged_k(self) -> bool:
-        """The same of keys and values."""
-        return self.cu_k or self.used_k
 
     @property
     def tile_m(self) -> int:
@@ -118,60 +99,19 @@ class BackwardConfig:
         return ROWS * self.ctas
 
     @property
-    def dq_width(self) -> int:
-        """Head dims of dQ as it is summed."""
-        return self.tile_d
+    def counts_workers(self) -> bool:
+        """CTAs stay, but of sequences of different lengths each finds its only tile."""
+        return not self.varlen
+
+    @property
+    def order_of_sums(self) -> dict[str, int]:
+        """Sums of dQ lie as lanes of tensor memory have them."""
+        return {"dq_lanes": self.dq_lanes}
 
     @property
     def dq_lanes(self) -> int:
         """Sums of dQ lie as lanes of tensor memory have them: of one CTA, or of a pair."""
         return self.ctas
-
-    @property
-    def turns(self) -> bool:
-        """Whether somebody waits for additions to dQ."""
-        return self.ordered
-
-    @property
-    def least_heads(self) -> int:
-        """Heads of a section, if there are so many: tiles of different lengths fill each other's gaps, and those of one
-        head, which wait for one another, begin one after the other."""
-        return UNEVEN_SECTION_HEADS if self.causal or self.ordered else 1
-
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        """Numbers that the launch takes, in order; as of the Hopper backward."""
-        given = {
-            "cap": self.softcap,
-            "cap_scale": self.softcap,
-            "left": self.left,
-            "right": self.right,
-            "workers": not self.varlen,
-        }
-        return ("scale", *(name for name, present in given.items() if present))
-
-    @property
-    def optional_tensors(self) -> tuple[str, ...]:
-        """Tensors that the launch takes after dk and dv, in order."""
-        given = {
-            "alibi_slopes": self.alibi,
-            "turns": self.turns,
-            "cu_seqlens_q": self.cu_q,
-            "cu_seqlens_k": self.cu_k,
-            "seqused_q": self.used_q,
-            "seqused_k": self.used_k,
-        }
-        return tuple(name for name, present in given.items() if present)
-
-    def lengths_obstacle(self, seqlen_q: int, seqlen_k: int) -> str | None:
-        """Why the kernel cannot run with such lengths, or None."""
-        return None
-
-    def blocks(self, left=None, right=None) -> QueryBlocks:
-        """Which blocks of queries a tile visits; the sides of the window are those that the config says there are."""
-        if (left is not None, right is not None) != (self.left, self.right):
-            raise ValueError(f"window ({left}, {right}) for {self}")
-        return QueryBlocks(self.tile_m, self.tile_n, self.causal, left, right)
 
     @property
     def k_bytes(self) -> int:

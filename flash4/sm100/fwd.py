@@ -27,7 +27,7 @@ from cutlass.memory import SmemAllocator, TmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from flash4.common.graph import WARPGROUP
-from flash4.common.mods import AUX, decode_aux
+from flash4.common.launch_arguments import aux_of, fake_forward, sequences_of
 from flash4.common.numerics import LOG2E
 from flash4.common.shares import SharedSchedule, find_share
 from flash4.common.tiles import Grid, TileSchedule
@@ -39,7 +39,6 @@ from flash4.common.tma_views import (
     ragged_values_view,
     rows_of_entry,
 )
-from flash4.common.varlen import Sequences
 from flash4.sm100.fwd_config import (
     ELEMENT_BYTES,
     KEPT,
@@ -83,10 +82,6 @@ BARRIER_TMEM = 1  # all who use tensor memory know where it is
 BARRIER_FREE = 2  # correction is through with it
 
 
-# In the order of mods.AUX_DTYPES.
-AUX_ELEMENTS = (Float32, cutlass.Float16, cutlass.BFloat16, Int32, cutlass.Int64)
-
-
 @dataclass(frozen=True)
 class Memory:
     """What all roles share."""
@@ -118,61 +113,7 @@ class ForwardSm100:
 
     def fake_arguments(self):
         """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
-
-        def sym(divisibility):
-            return cute.sym_int64(divisibility=divisibility)
-
-        c = self.config
-        batch, heads, heads_kv = cute.sym_int(), cute.sym_int(), cute.sym_int()
-        # Packed sequences are a batch of one.
-        batch_k = batch if c.cu_q == c.cu_k else cute.sym_int()
-        seqlen_q, seqlen_k = cute.sym_int(), cute.sym_int()
-        head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
-
-        def tensor(*shape):
-            strides = (sym(8), sym(8), sym(8), 1)  # TMA: multiples of 16 bytes
-            return cute.runtime.make_fake_tensor(
-                element(c), shape, stride=strides, assumed_align=16
-            )
-
-        lse = cute.runtime.make_fake_tensor(
-            Float32, (batch, heads, seqlen_q), stride=(sym(1), sym(1), 1), assumed_align=4
-        )
-        tensors = (
-            tensor(batch, seqlen_q, heads, head_dim),
-            tensor(batch_k, seqlen_k, heads_kv, head_dim),
-            tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
-            tensor(batch, seqlen_q, heads, head_dim_v),
-            lse,
-        )
-        optional = self._fake_optional(heads)
-        tensors += tuple(optional[name] for name in c.optional_tensors)
-        types = {"scale": Float32, "cap_scale": Float32, "left": Int32, "right": Int32}
-        numbers = tuple(types[name](1) for name in c.numbers)
-        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-        return (tensors, numbers, Int32(1), Int32(1), stream)
-
-    def _fake_optional(self, heads):
-        """Tensors that a config may take after lse, by name."""
-
-        def fake(dtype, shape, stride):
-            align = dtype.width // 8
-            return cute.runtime.make_fake_tensor(dtype, shape, stride=stride, assumed_align=align)
-
-        def any_of(dtype, dims):
-            strides = tuple(cute.sym_int64() for _ in range(dims))
-            return fake(dtype, tuple(cute.sym_int() for _ in range(dims)), strides)
-
-        lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
-        return {
-            "sink": fake(Float32, (heads,), (1,)),
-            "alibi_slopes": fake(Float32, (cute.sym_int(), heads), (cute.sym_int64(), 1)),
-            **{name: fake(Int32, (cute.sym_int(),), (1,)) for name in lengths},
-            **{
-                f"{AUX}{i}": any_of(AUX_ELEMENTS[dtype], dims)
-                for i, (dtype, dims) in enumerate(decode_aux(self.config.aux))
-            },
-        }
+        return fake_forward(self.config, element(self.config))
 
     @cute.jit
     def __call__(
@@ -209,8 +150,8 @@ class ForwardSm100:
             right=numbers.get("right"),
             sink=optional.get("sink"),
             slopes=optional.get("alibi_slopes"),
-            aux=self._aux(optional),
-            sequences=self._sequences(q, k, optional) if c.varlen else None,
+            aux=aux_of(optional),
+            sequences=sequences_of(q, k, optional) if c.varlen else None,
             v_rows_of_entry=rows_of_entry(v) if c.v_is_ragged else None,
         )
         workers = cutlass.min(total, workers // c.ctas)
@@ -244,26 +185,6 @@ class ForwardSm100:
             operand(load, keys, layouts[1], (c.tile_n // c.ctas, c.tile_d)),
             operand(load, values, layouts[2], (c.tile_dv // c.ctas, c.tile_n)),
             operand(save, out, layouts[3], (rows, c.o_columns)),
-        )
-
-    @staticmethod
-    def _aux(optional):
-        """Tensors that mods read, or None."""
-        found = tuple(x for name, x in optional.items() if name.startswith(AUX))
-        return found if found else None
-
-    @staticmethod
-    def _sequences(q, k, optional):
-        """Sequences of a call whose lengths are in tensors."""
-        cu_q = optional.get("cu_seqlens_q")
-        return Sequences(
-            batch=q.shape[0] if cu_q is None else cu_q.shape[0] - 1,
-            rows_q=q.shape[1],
-            rows_k=k.shape[1],
-            cu_q=cu_q,
-            cu_k=optional.get("cu_seqlens_k"),
-            used_q=optional.get("seqused_q"),
-            used_k=optional.get("seqused_k"),
         )
 
     def _tma_layouts(self):

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from flash4.common.geometry import KvBlocks, Phase, imax, imin
-from flash4.common.mods import AUX, decode_aux
+from flash4.common.geometry import Phase, imax, imin
+from flash4.common.launch_facts import ForwardLaunch
 from flash4.sm100.fwd_graph import (
     LEADER,
     THREADS,
@@ -57,7 +57,7 @@ PACKS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
-class ForwardConfig:
+class ForwardConfig(ForwardLaunch):
     """Compile-time facts of one Blackwell forward kernel; ints and bools only, and it is the cache key.
 
     Attributes:
@@ -159,11 +159,6 @@ class ForwardConfig:
             raise ValueError("causal and right exclude each other: causal is a right side of 0")
 
     @property
-    def varlen(self) -> bool:
-        """Sequences differ in length."""
-        return self.cu_q or self.cu_k or self.used_q or self.used_k
-
-    @property
     def featured(self) -> bool:
         """Softmax has more to do than a plain mask."""
         given = (self.left, self.right, self.softcap, self.sink, self.natural, self.mask_mod)
@@ -195,43 +190,9 @@ class ForwardConfig:
         return False
 
     @property
-    def tile_q(self) -> int:
-        """Queries of a tile."""
-        return self.tile_m // self.pack
-
-    def blocks(self, left=None, right=None) -> KvBlocks:
-        """Which KV blocks a tile visits; the sides of the window are those that the config says there are."""
-        if (left is not None, right is not None) != (self.left, self.right):
-            raise ValueError(f"window ({left}, {right}) for {self}")
-        return KvBlocks(self.tile_q, self.tile_n, self.causal, left, right)
-
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        """Numbers that the launch takes, in order.
-
-        ``scale`` is the factor of a score, or the cap; ``cap_scale`` the factor of a score within the cap.
-        """
-        given = {"cap_scale": self.softcap, "left": self.left, "right": self.right}
-        return ("scale", *(name for name, present in given.items() if present))
-
-    @property
     def counted(self):
         """None: there is no config that counts tiles worked on twice, since none are."""
         return None
-
-    @property
-    def optional_tensors(self) -> tuple[str, ...]:
-        """Tensors that the launch takes after q, k, v, out and lse, in order."""
-        given = {
-            "sink": self.sink,
-            "alibi_slopes": self.alibi,
-            "cu_seqlens_q": self.cu_q,
-            "cu_seqlens_k": self.cu_k,
-            "seqused_q": self.used_q,
-            "seqused_k": self.used_k,
-        }
-        aux = (f"{AUX}{i}" for i in range(len(decode_aux(self.aux))))
-        return (*(name for name, present in given.items() if present), *aux)
 
     def part(self, q_tile, rank):
         """Which 128 rows of a tile are those of a CTA's Q tile: MMAs of a pair take one after the other."""

@@ -10,18 +10,16 @@ from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from flash4.common.graph import WARP
-from flash4.common.kv_sequences import SequenceSchedule, Side, find_tile
+from flash4.common.kv_sequences import SequenceSchedule, find_tile
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
+from flash4.common.launch_arguments import fake_backward, sides_of
 from flash4.common.numerics import LOG2E
 from flash4.common.warps import Warp
 from flash4.sm80.bwd_config import BackwardConfig
 from flash4.sm80.bwd_ops import BackwardOps, RunTime, Shared
 from flash4.sm80.bwd_roles import BackwardRoles
-from flash4.sm80.fwd import LENGTHS
 from flash4.sm80.fwd_config import SMEM_ALIGN
 from flash4.sm80.products import element
-
-TURNS = 2  # counters of a block, of which one is used
 
 
 class FoundTiles(SequenceSchedule):
@@ -41,48 +39,7 @@ class BackwardSm80:
 
     def fake_arguments(self):
         """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
-        c, fake = self.config, cute.runtime.make_fake_tensor
-        batch, heads, heads_kv = cute.sym_int(), cute.sym_int(), cute.sym_int()
-        batch_k = batch if c.cu_q == c.cu_k else cute.sym_int()  # packed: a batch of one
-        seqlen_q, seqlen_k, padded, blocks = (cute.sym_int() for _ in range(4))
-        head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
-
-        def sym(divisibility):
-            return cute.sym_int64(divisibility=divisibility)
-
-        def tensor(*shape):
-            strides = (sym(8), sym(8), sym(8), 1)  # cp.async: multiples of 16 bytes
-            return fake(element(c), shape, stride=strides, assumed_align=16)
-
-        def floats(*shape):
-            strides = (*(sym(4) for _ in shape[1:]), 1)
-            return fake(Float32, shape, stride=strides, assumed_align=16)
-
-        def vector(dtype, *shape):
-            strides = (*(sym(1) for _ in shape[1:]), 1)
-            return fake(dtype, shape, stride=strides, assumed_align=4)
-
-        optional = {
-            "alibi_slopes": vector(Float32, cute.sym_int(), heads),
-            "turns": vector(Int32, batch, heads, blocks, TURNS),
-            **{name: vector(Int32, cute.sym_int()) for name in LENGTHS},
-        }
-        tensors = (
-            tensor(batch, seqlen_q, heads, head_dim),
-            tensor(batch_k, seqlen_k, heads_kv, head_dim),
-            tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
-            tensor(batch, seqlen_q, heads, head_dim_v),
-            floats(batch, heads, padded),
-            floats(batch, heads, padded),
-            floats(batch, heads, blocks, c.tile_m * c.tile_d),
-            tensor(batch_k, seqlen_k, heads_kv, head_dim),
-            tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
-            *(optional[name] for name in c.optional_tensors),
-        )
-        sides = ("left", "right")
-        numbers = tuple(Int32(1) if name in sides else Float32(1) for name in c.numbers)
-        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-        return (tensors, numbers, Int32(1), stream)
+        return fake_backward(self.config, element(self.config))
 
     @cute.jit
     def __call__(
@@ -97,10 +54,7 @@ class BackwardSm80:
         q, k, v, do, lse, delta, sums, dk, dv, *optional = tensors
         optional = dict(zip(c.optional_tensors, optional, strict=True))
         numbers = dict(zip(c.numbers, numbers, strict=True))
-        cu_q, cu_k, used_q, used_k = (optional.get(name) for name in LENGTHS)
-        batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
-        queries = Side(batch, q.shape[1], c.tile_m, cu_q, used_q)
-        keys = Side(batch, k.shape[1], c.tile_n, cu_k, used_k)
+        queries, keys = sides_of(c, q, k, optional)
         grid = KvGrid(
             n_blocks=keys.slots if c.cu_k else cute.ceil_div(k.shape[1], c.tile_n),
             heads_kv=k.shape[2],

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from flash4.common.geometry import QueryBlocks
 from flash4.common.graph import WARP, Buffer, PipelineGraph, Role, launch_registers
+from flash4.common.launch_facts import BackwardLaunch
 from flash4.sm80.fwd_config import (
     ATOM_ROWS,
     CTA_RESERVED,
@@ -16,7 +16,6 @@ from flash4.sm80.fwd_config import (
 from flash4.sm80.shared_rows import SharedRows
 
 FLOAT_BYTES = 4
-UNEVEN_SECTION_HEADS = 16  # whose tiles, longest first, balance well and still share L2
 
 # Features of a call whose gradients are not built: field of the problem -> what to ask for instead.
 UNBUILT = {
@@ -26,7 +25,7 @@ UNBUILT = {
 
 
 @dataclass(frozen=True)
-class BackwardConfig:
+class BackwardConfig(BackwardLaunch):
     """Compile-time facts of one Ampere backward kernel; ints and bools only, and it is the cache key.
 
     Attributes:
@@ -90,14 +89,12 @@ class BackwardConfig:
             raise ValueError("causal and right exclude each other: causal is a right side of 0")
 
     ctas = 1  # that work on a tile together, as configs of all architectures call them
-    # What other backwards may do: this one adds to zeros, and is followed by the kernel that converts.
-    first_stores = chained = handed_out = swap_dq = negates = False
-    dq_lanes = 0  # sums of dQ lie as accumulators of warps have them
+    ragged_q = ragged_k = False  # of tensors that must have whole rows to an entry: none must
 
     @property
-    def dq_width(self) -> int:
-        """Head dims of dQ as it is summed."""
-        return self.tile_d
+    def order_of_sums(self) -> dict[str, int]:
+        """Sums of dQ lie as accumulators of warps have them."""
+        return {"warps": self.warps, "query_warps": self.query_warps}
 
     @property
     def splits(self) -> int:
@@ -123,57 +120,6 @@ class BackwardConfig:
     def dq_shape(self) -> tuple[int, int]:
         """(queries, columns) of dQ that one warp multiplies."""
         return self.tile_m // self.query_warps, self.tile_d * self.query_warps // self.warps
-
-    def blocks(self, left=None, right=None) -> QueryBlocks:
-        """Which blocks of queries a tile visits; the sides of the window are those that the config says there are."""
-        if (left is not None, right is not None) != (self.left, self.right):
-            raise ValueError(f"window ({left}, {right}) for {self}")
-        return QueryBlocks(self.tile_m, self.tile_n, self.causal, left, right)
-
-    def lengths_obstacle(self, seqlen_q: int, seqlen_k: int) -> str | None:
-        """Why the kernel cannot run with such lengths; it can with all."""
-        return None
-
-    @property
-    def varlen(self) -> bool:
-        """Lengths of sequences are known on the GPU only."""
-        return self.cu_q or self.cu_k or self.used_q or self.used_k
-
-    ragged_q = ragged_k = False  # of tensors that must have whole rows to an entry: none must
-
-    @property
-    def turns(self) -> bool:
-        """Whether tiles wait for others' additions to dQ."""
-        return self.ordered
-
-    @property
-    def least_heads(self) -> int:
-        """Heads of a section of a sequence, if it has so many: those of different lengths fill each other's gaps."""
-        return UNEVEN_SECTION_HEADS if self.causal or self.ordered else 1
-
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        """Numbers that the launch takes, in order; see the Hopper backward's."""
-        given = {
-            "cap": self.softcap,
-            "cap_scale": self.softcap,
-            "left": self.left,
-            "right": self.right,
-        }
-        return ("scale", *(name for name, present in given.items() if present))
-
-    @property
-    def optional_tensors(self) -> tuple[str, ...]:
-        """Tensors that the launch takes after dk and dv, in order."""
-        given = {
-            "alibi_slopes": self.alibi,
-            "turns": self.turns,
-            "cu_seqlens_q": self.cu_q,
-            "cu_seqlens_k": self.cu_k,
-            "seqused_q": self.used_q,
-            "seqused_k": self.used_k,
-        }
-        return tuple(name for name, present in given.items() if present)
 
     def rows(self, name: str) -> SharedRows:
         """An array in shared memory; of q and do a slot."""

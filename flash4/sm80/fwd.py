@@ -10,10 +10,10 @@ from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from flash4.common.graph import WARP
-from flash4.common.mods import AUX, decode_aux
+from flash4.common.launch_arguments import aux_of, fake_forward, sequences_of
 from flash4.common.numerics import LOG2E, Divisor
 from flash4.common.tiles import Divisors, Grid, TileSchedule
-from flash4.common.varlen import Sequences, VarlenSchedule
+from flash4.common.varlen import VarlenSchedule
 from flash4.common.warps import Warp
 from flash4.sm80.fwd_config import SMEM_ALIGN, ForwardConfig
 from flash4.sm80.fwd_ops import ForwardOps, RowState
@@ -21,10 +21,6 @@ from flash4.sm80.fwd_roles import ForwardRoles
 from flash4.sm80.fwd_tiles import FoundTiles
 from flash4.sm80.products import element
 from flash4.sm80.scores import Scores
-
-# In the order of mods.AUX_DTYPES.
-LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
-AUX_ELEMENTS = (Float32, cutlass.Float16, cutlass.BFloat16, Int32, Int64)
 
 
 class ForwardSm80:
@@ -38,44 +34,7 @@ class ForwardSm80:
 
     def fake_arguments(self):
         """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
-        c = self.config
-
-        def sym(divisibility):
-            return cute.sym_int64(divisibility=divisibility)
-
-        batch, heads, heads_kv = cute.sym_int(), cute.sym_int(), cute.sym_int()
-        batch_k = batch if c.cu_q == c.cu_k else cute.sym_int()  # packed: a batch of one
-        seqlen_q, seqlen_k = cute.sym_int(), cute.sym_int()
-        head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
-
-        def tensor(*shape):
-            strides = (sym(8), sym(8), sym(8), 1)  # cp.async: multiples of 16 bytes
-            return cute.runtime.make_fake_tensor(
-                element(c), shape, stride=strides, assumed_align=16
-            )
-
-        def vector(dtype, *shape):
-            strides = (*(sym(1) for _ in shape[1:]), 1)
-            return cute.runtime.make_fake_tensor(dtype, shape, stride=strides, assumed_align=4)
-
-        optional = {
-            "sink": vector(Float32, heads),
-            "alibi_slopes": vector(Float32, cute.sym_int(), heads),
-            **{name: vector(Int32, cute.sym_int()) for name in LENGTHS},
-            **{f"{AUX}{i}": fake_aux(*kind) for i, kind in enumerate(decode_aux(c.aux))},
-        }
-        tensors = (
-            tensor(batch, seqlen_q, heads, head_dim),
-            tensor(batch_k, seqlen_k, heads_kv, head_dim),
-            tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
-            tensor(batch, seqlen_q, heads, head_dim_v),
-            vector(Float32, batch, heads, seqlen_q),
-            *(optional[name] for name in c.optional_tensors),
-        )
-        sides = ("left", "right")
-        numbers = tuple(Int32(1) if name in sides else Float32(1) for name in c.numbers)
-        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-        return (tensors, numbers, Int32(1), Int32(1), stream)
+        return fake_forward(self.config, element(self.config))
 
     @cute.jit
     def __call__(
@@ -115,7 +74,7 @@ class ForwardSm80:
         sides = (numbers.get("left"), numbers.get("right"))
         sequences, divisors, total = None, None, grid.total
         if cutlass.const_expr(c.varlen):
-            sequences = self._sequences(q, k, optional)
+            sequences = sequences_of(q, k, optional)
             tiles = FoundTiles(VarlenSchedule(c.blocks(*sides), grid, sequences, section), None, 0)
             total = tiles.total
         else:
@@ -128,12 +87,6 @@ class ForwardSm80:
             min_blocks_per_mp=c.ctas_per_sm,
             preferred_smem_carveout=100,  # percent; without it the DSL would ask a driver
         )
-
-    def _sequences(self, q, k, optional):
-        """Sequences of a call whose lengths are in tensors."""
-        cu_q, cu_k, used_q, used_k = (optional.get(name) for name in LENGTHS)
-        batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
-        return Sequences(batch, q.shape[1], k.shape[1], cu_q, cu_k, used_q, used_k)
 
     @cute.kernel
     def kernel(self, tensors: tuple, scores: Scores, sides: tuple, grid: Grid, order: tuple):
@@ -182,20 +135,3 @@ class ForwardSm80:
             thread=thread,
             warp=warp,
         )
-
-
-def fake_aux(dtype_index, dims):
-    """A tensor that mods read: any sizes and strides."""
-    dtype = AUX_ELEMENTS[dtype_index]
-    return cute.runtime.make_fake_tensor(
-        dtype,
-        tuple(cute.sym_int() for _ in range(dims)),
-        stride=tuple(cute.sym_int64() for _ in range(dims)),
-        assumed_align=dtype.width // 8,
-    )
-
-
-def aux_of(optional):
-    """Tensors that mods read, or None."""
-    found = tuple(x for name, x in optional.items() if name.startswith(AUX))
-    return found if found else None

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from flash4.common.geometry import KvBlocks, Phase, imax, imin
+from flash4.common.geometry import Phase, imax, imin
 from flash4.common.graph import WARP, Buffer, PipelineGraph, Role, launch_registers
-from flash4.common.mods import AUX, decode_aux
+from flash4.common.launch_facts import ForwardLaunch
 from flash4.sm80.shared_rows import SharedRows
 
 ELEMENT_BYTES = 2
@@ -21,7 +21,7 @@ PACKS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
-class ForwardConfig:
+class ForwardConfig(ForwardLaunch):
     """Compile-time facts of one Ampere forward kernel; ints and bools only, and it is the cache key.
 
     Attributes:
@@ -109,11 +109,6 @@ class ForwardConfig:
         """Rows per tile."""
         return self.warps * self.warp_rows
 
-    @property
-    def tile_q(self) -> int:
-        """Queries per tile."""
-        return self.tile_m // self.pack
-
     ctas = 1  # that work on a tile together, as configs of all architectures call them
     counted = None  # no tile is ever worked on again
 
@@ -121,11 +116,6 @@ class ForwardConfig:
     def handed_out(self) -> bool:
         """Tiles differ in length; each has a CTA of its own, and the hardware starts these in order as others end."""
         return (self.causal or self.right) and not self.varlen
-
-    @property
-    def varlen(self) -> bool:
-        """Sequences differ in length."""
-        return self.cu_q or self.cu_k or self.used_q or self.used_k
 
     @property
     def natural(self) -> bool:
@@ -141,32 +131,6 @@ class ForwardConfig:
     def may_hide_any(self) -> bool:
         """A score may become -inf in any block, not in those alone that a mask cuts."""
         return self.score_mod != 0 or self.mask_mod != 0
-
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        """Numbers that the launch takes, in order; see the Hopper forward's."""
-        given = {"cap_scale": self.softcap, "left": self.left, "right": self.right}
-        return ("scale", *(name for name, present in given.items() if present))
-
-    @property
-    def optional_tensors(self) -> tuple[str, ...]:
-        """Tensors that the launch takes after q, k, v, out and lse, in order."""
-        given = {
-            "sink": self.sink,
-            "alibi_slopes": self.alibi,
-            "cu_seqlens_q": self.cu_q,
-            "cu_seqlens_k": self.cu_k,
-            "seqused_q": self.used_q,
-            "seqused_k": self.used_k,
-        }
-        aux = (f"{AUX}{i}" for i in range(len(decode_aux(self.aux))))
-        return (*(name for name, present in given.items() if present), *aux)
-
-    def blocks(self, left=None, right=None) -> KvBlocks:
-        """Which KV blocks a tile visits; the sides of the window are those that the config says there are."""
-        if (left is not None, right is not None) != (self.left, self.right):
-            raise ValueError(f"window ({left}, {right}) for {self}")
-        return KvBlocks(self.tile_q, self.tile_n, self.causal, left, right)
 
     def phases(self, tile, tiles) -> tuple[Phase, ...]:
         """Blocks of a tile, counted from its last: those with a mask at their right, those without, those with one at their left.

@@ -29,15 +29,14 @@ from cutlass.tensor_utils import LayoutEnum
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.kv_handout import GivenKvTiles, ToldKvTiles
 from flash4.common.kv_one_tile import TILE_WORDS, OneTile
-from flash4.common.kv_sequences import SequenceSchedule, Side
+from flash4.common.kv_sequences import SequenceSchedule
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
-from flash4.common.mods import AUX, decode_aux
+from flash4.common.launch_arguments import aux_of, entry_rows, fake_backward, sides_of
 from flash4.common.numerics import LOG2E, opaque
 from flash4.common.tma_views import (
     permuted_view,
     ragged_rows_view,
     ragged_store_view,
-    rows_of_entry,
 )
 from flash4.sm90.bwd_alternate_roles import AlternateRoles
 from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, TILE_N, TILE_SLOTS, BackwardConfig
@@ -45,13 +44,11 @@ from flash4.sm90.bwd_late_roles import LateRoles
 from flash4.sm90.bwd_ops import Exchange, Inbox, LoadOps, MmaOps, Outbox, ReduceOps
 from flash4.sm90.bwd_roles import BackwardRoles
 from flash4.sm90.bwd_slots import KvTileSlots
-from flash4.sm90.fwd import aux_of, fake_aux
 from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT
 from flash4.sm90.fwd_ops import Operand, element
 
 ROW = LayoutEnum.ROW_MAJOR
 FINDING_WARP = 1  # not the one that sets up barriers
-LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 
 
@@ -140,54 +137,7 @@ class BackwardSm90:
 
     def fake_arguments(self):
         """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
-        c, fake = self.config, cute.runtime.make_fake_tensor
-        batch, heads, heads_kv = cute.sym_int(), cute.sym_int(), cute.sym_int()
-        batch_k = batch if c.cu_q == c.cu_k else cute.sym_int()  # packed: a batch of one
-        seqlen_q, seqlen_k, padded, blocks = (cute.sym_int() for _ in range(4))
-        head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
-
-        def sym(divisibility):
-            return cute.sym_int64(divisibility=divisibility)
-
-        def tensor(*shape):
-            strides = (sym(8), sym(8), sym(8), 1)  # TMA: multiples of 16 bytes
-            return fake(element(c), shape, stride=strides, assumed_align=16)
-
-        def floats(*shape):
-            strides = (*(sym(4) for _ in shape[1:]), 1)  # bulk copies: multiples of 16 bytes
-            return fake(Float32, shape, stride=strides, assumed_align=16)
-
-        tensors = (
-            tensor(batch, seqlen_q, heads, head_dim),
-            tensor(batch_k, seqlen_k, heads_kv, head_dim),
-            tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
-            tensor(batch, seqlen_q, heads, head_dim_v),
-            floats(batch, heads, padded),
-            floats(batch, heads, padded),
-            floats(batch, heads, blocks, c.tile_m * c.dq_width),
-            tensor(batch_k, seqlen_k, heads_kv, head_dim),
-            tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
-        )
-        optional = {
-            "alibi_slopes": fake(
-                Float32, (cute.sym_int(), heads), stride=(sym(1), 1), assumed_align=4
-            ),
-            "turns": fake(
-                Int32,
-                (batch, heads, blocks, MMA_WARPGROUPS),
-                stride=(sym(1), sym(1), sym(1), 1),
-                assumed_align=4,
-            ),
-            "next_tile": fake(Int32, (1,), stride=(1,), assumed_align=4),
-        }
-        for name in LENGTHS:
-            optional[name] = fake(Int32, (cute.sym_int(),), stride=(1,), assumed_align=4)
-        optional |= {f"{AUX}{i}": fake_aux(*kind) for i, kind in enumerate(decode_aux(c.aux))}
-        tensors += tuple(optional[name] for name in c.optional_tensors)
-        types = {"left": Int32, "right": Int32, "workers": Int32}
-        numbers = tuple(types.get(name, Float32)(1) for name in c.numbers)
-        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-        return (tensors, numbers, Int32(1), stream)
+        return fake_backward(self.config, element(self.config))
 
     @cute.jit
     def __call__(
@@ -201,7 +151,7 @@ class BackwardSm90:
         q, k, v, do, lse, delta, dq, dk, dv, *optional = tensors
         optional = dict(zip(self.config.optional_tensors, optional, strict=True))
         numbers = dict(zip(self.config.numbers, numbers, strict=True))
-        queries, keys = self._sides(q, k, optional)
+        queries, keys = sides_of(self.config, q, k, optional)
         grid = KvGrid(
             n_blocks=keys.slots
             if self.config.cu_k
@@ -228,7 +178,7 @@ class BackwardSm90:
             seqlen_k=k.shape[1],
             queries=queries if self.config.varlen else None,
             keys=keys if self.config.varlen else None,
-            entry_rows=self._entry_rows(q, k, v, do),
+            entry_rows=entry_rows(self.config, q, k, v, do),
         )
         ctas = grid.total
         if cutlass.const_expr(self.config.handed_out):
@@ -247,24 +197,6 @@ class BackwardSm90:
     def _score_unit(self):
         """What a score in natural units is multiplied by."""
         return 1.0 if self.config.natural else LOG2E
-
-    def _sides(self, q, k, optional):
-        """Where queries and keys of sequences lie whose lengths are in tensors."""
-        cu_q, cu_k, used_q, used_k = (optional.get(name) for name in LENGTHS)
-        batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
-        return (
-            Side(batch, q.shape[1], self.config.tile_m, cu_q, used_q),
-            Side(batch, k.shape[1], self.config.tile_n, cu_k, used_k),
-        )
-
-    def _entry_rows(self, q, k, v, do):
-        """Rows from one batch entry to the next, of what is ragged but not packed."""
-        c, found = self.config, {}
-        if c.used_q and not c.cu_q:
-            found |= {"q": rows_of_entry(q), "do": rows_of_entry(do)}
-        if c.used_k and not c.cu_k:
-            found |= {"k": rows_of_entry(k), "v": rows_of_entry(v)}
-        return found
 
     def _view(self, name, x):
         """A tensor (B, S, H, D) as its tiles are cut, (S, D, H, B) or ragged; see the verbs."""

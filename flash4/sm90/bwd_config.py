@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from flash4.common.geometry import QueryBlocks
 from flash4.common.graph import Buffer, PipelineGraph, Ring, Role
-from flash4.common.mods import AUX, decode_aux
+from flash4.common.launch_facts import BackwardLaunch
 from flash4.sm90.fwd_config import (
     ELEMENT_BYTES,
     MMA_ROWS,
@@ -21,29 +20,10 @@ REGISTERS = (240, 24)  # per thread of ``mma``, and of the warpgroup of the othe
 TURN_REGISTERS = (232, 40)  # where those work out more, and ``mma`` can spare them
 STAGES = 2
 TILE_SLOTS = 2  # of the ring of tiles, where they are handed out
-UNEVEN_SECTION_HEADS = 16  # whose tiles, longest first, balance well and still share L2
 
 
-class BackwardFacts:
+class BackwardFacts(BackwardLaunch):
     """What follows from the fields of any Hopper backward's config."""
-
-    dq_lanes = 0  # sums of dQ lie as accumulators of warpgroups have them
-    negates = False  # statistics are subtracted
-
-    def blocks(self, left=None, right=None) -> QueryBlocks:
-        """Which blocks of queries a tile visits; the sides of the window are those that the config says there are."""
-        if (left is not None, right is not None) != (self.left, self.right):
-            raise ValueError(f"window ({left}, {right}) for {self}")
-        return QueryBlocks(self.tile_m, self.tile_n, self.causal, left, right)
-
-    def lengths_obstacle(self, seqlen_q: int, seqlen_k: int) -> str | None:
-        """Why the kernel cannot run with such lengths, or None."""
-        if self.first_stores and self.causal and seqlen_q > seqlen_k:
-            return (
-                f"first_stores with {seqlen_q} causal queries of {seqlen_k} keys: no tile visits the first ones; "
-                "supported are up to as many queries as keys"
-            )
-        return None
 
     def check_mods(self):
         """Check that the mods go together.
@@ -65,66 +45,6 @@ class BackwardFacts:
     def has_mods(self) -> bool:
         """Whether verbs need the place of each pair of query and key."""
         return self.score_mod != 0 or self.mask_mod != 0
-
-    @property
-    def varlen(self) -> bool:
-        """Lengths of sequences are known on the GPU only."""
-        return self.ragged_q or self.ragged_k
-
-    @property
-    def ragged_q(self) -> bool:
-        """Behind the last query of a sequence come rows that are not its own, and may hold anything."""
-        return self.cu_q or self.used_q
-
-    @property
-    def ragged_k(self) -> bool:
-        """The same of keys and values."""
-        return self.cu_k or self.used_k
-
-    @property
-    def least_heads(self) -> int:
-        """Heads of a section of a sequence, if it has so many: those of different lengths fill each other's gaps."""
-        return UNEVEN_SECTION_HEADS if self.causal or self.ordered else 1
-
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        """Numbers that the launch takes, in order.
-
-        ``scale`` is the factor of a score, ``cap_scale`` that within the cap, ``workers`` the CTAs to launch at most.
-        """
-        given = {
-            "cap": self.softcap,
-            "cap_scale": self.softcap,
-            "left": self.left,
-            "right": self.right,
-            "workers": self.handed_out,
-        }
-        return ("scale", *(name for name, present in given.items() if present))
-
-    @property
-    def turns(self) -> bool:
-        """Whether tiles wait for additions of others to dQ."""
-        return self.ordered or self.first_stores
-
-    @property
-    def optional_tensors(self) -> tuple[str, ...]:
-        """Tensors that the launch takes after dk and dv, in order."""
-        given = {
-            "alibi_slopes": self.alibi,
-            "turns": self.turns,
-            "next_tile": self.handed_out,
-            "cu_seqlens_q": self.cu_q,
-            "cu_seqlens_k": self.cu_k,
-            "seqused_q": self.used_q,
-            "seqused_k": self.used_k,
-        }
-        given |= dict.fromkeys((f"{AUX}{i}" for i, _ in enumerate(decode_aux(self.aux))), True)
-        return tuple(name for name, present in given.items() if present)
-
-    @property
-    def dq_width(self) -> int:
-        """Head dims of dQ as it is multiplied and summed, and so of K in shared memory: at least ``tile_d``."""
-        return self.tile_d
 
     @property
     def box_bytes(self) -> int:

@@ -67,7 +67,7 @@ class WideBackwardConfig(BackwardFacts):
     used_k: bool = False
 
     # None is built of how the narrow kernel orders tiles and additions of plain calls.
-    late = handed_out = first_stores = backwards = chained = False
+    late = backwards = False
 
     def __post_init__(self):
         self.check_mods()
@@ -100,11 +100,6 @@ class WideBackwardConfig(BackwardFacts):
     def tile_n(self) -> int:
         """Keys per tile."""
         return MMA_ROWS * self.ctas
-
-    @property
-    def swap_dq(self) -> bool:
-        """dQ is multiplied, not its transpose; as in ``BackwardConfig``."""
-        return False
 
     @property
     def splits_queries(self) -> bool:

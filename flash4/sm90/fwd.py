@@ -29,7 +29,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.handout import GivenDense, GivenTiles, ToldDense, ToldTiles
-from flash4.common.mods import AUX, decode_aux
+from flash4.common.launch_arguments import aux_of, fake_forward, sequences_of
 from flash4.common.numerics import LOG2E, Divisor, opaque
 from flash4.common.tiles import Divisors, Grid, TileSchedule, workers_of
 from flash4.common.tma_views import (
@@ -40,7 +40,7 @@ from flash4.common.tma_views import (
     ragged_values_view,
     rows_of_entry,
 )
-from flash4.common.varlen import Sequences, VarlenSchedule
+from flash4.common.varlen import VarlenSchedule
 from flash4.sm90.fwd_cap import Cap
 from flash4.sm90.fwd_config import (
     DENSE_WORDS,
@@ -58,26 +58,6 @@ from flash4.sm90.fwd_ops import LoadOps, MmaOps, Operand, Turn, element, meet
 from flash4.sm90.fwd_roles import ForwardRoles
 from flash4.sm90.fwd_rows import make_row_state
 from flash4.sm90.fwd_tiles import DenseSlots, Tiles, TileSlots
-
-# In the order of mods.AUX_DTYPES.
-AUX_ELEMENTS = (Float32, cutlass.Float16, cutlass.BFloat16, Int32, cutlass.Int64)
-
-
-def fake_aux(dtype_index, dims):
-    """A tensor that mods read: any sizes and strides."""
-    dtype = AUX_ELEMENTS[dtype_index]
-    return cute.runtime.make_fake_tensor(
-        dtype,
-        tuple(cute.sym_int() for _ in range(dims)),
-        stride=tuple(cute.sym_int64() for _ in range(dims)),
-        assumed_align=dtype.width // 8,
-    )
-
-
-def aux_of(optional: dict):
-    """Tensors that mods read, among those of a launch by name; None if there are none."""
-    found = tuple(x for name, x in optional.items() if name.startswith(AUX))
-    return found if found else None
 
 
 @dataclass(frozen=True)
@@ -113,57 +93,7 @@ class ForwardSm90:
 
     def fake_arguments(self):
         """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
-        c = self.config
-
-        def sym(divisibility):
-            return cute.sym_int64(divisibility=divisibility)
-
-        batch, heads, heads_kv = cute.sym_int(), cute.sym_int(), cute.sym_int()
-        batch_k = (
-            batch if c.cu_q == c.cu_k else cute.sym_int()
-        )  # packed sequences are a batch of one
-        seqlen_q, seqlen_k = cute.sym_int(), cute.sym_int()
-        head_dim, head_dim_v = cute.sym_int(divisibility=8), cute.sym_int(divisibility=8)
-
-        def tensor(*shape):
-            strides = (sym(8), sym(8), sym(8), 1)  # TMA: multiples of 16 bytes
-            return cute.runtime.make_fake_tensor(
-                element(self.config), shape, stride=strides, assumed_align=16
-            )
-
-        lse = cute.runtime.make_fake_tensor(
-            Float32, (batch, heads, seqlen_q), stride=(sym(1), sym(1), 1), assumed_align=4
-        )
-        tensors = (
-            tensor(batch, seqlen_q, heads, head_dim),
-            tensor(batch_k, seqlen_k, heads_kv, head_dim),
-            tensor(batch_k, seqlen_k, heads_kv, head_dim_v),
-            tensor(batch, seqlen_q, heads, head_dim_v),
-            lse,
-        )
-
-        def vector(dtype, size):
-            return cute.runtime.make_fake_tensor(dtype, (size,), stride=(1,), assumed_align=4)
-
-        optional = {
-            "sink": vector(Float32, heads),
-            "alibi_slopes": cute.runtime.make_fake_tensor(
-                Float32, (cute.sym_int(), heads), stride=(sym(1), 1), assumed_align=4
-            ),
-            "cu_seqlens_q": vector(Int32, cute.sym_int()),
-            "cu_seqlens_k": vector(Int32, cute.sym_int()),
-            "seqused_q": vector(Int32, cute.sym_int()),
-            "seqused_k": vector(Int32, cute.sym_int()),
-            "next_tile": vector(Int32, 1),
-            "reset_counter": vector(Int32, 1),
-            "redone": vector(Int32, 1),
-        }
-        optional |= {f"{AUX}{i}": fake_aux(*kind) for i, kind in enumerate(decode_aux(c.aux))}
-        tensors += tuple(optional[name] for name in self.config.optional_tensors)
-        sides = ("left", "right")
-        numbers = tuple(Int32(1) if name in sides else Float32(1) for name in c.numbers)
-        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-        return (tensors, numbers, Int32(1), Int32(1), stream)
+        return fake_forward(self.config, element(self.config))
 
     @cute.jit
     def __call__(
@@ -231,7 +161,7 @@ class ForwardSm90:
             aux=aux_of(optional),
             next_tile=optional.get("reset_counter" if c.handed_out else "next_tile"),
             redone=optional.get("redone"),
-            sequences=self._sequences(q, k, optional) if c.varlen else None,
+            sequences=sequences_of(q, k, optional) if c.varlen else None,
             v_rows_of_entry=rows_of_entry(v) if c.v_is_ragged else None,
         )
         workers = cutlass.min(total, workers_of(workers, c.cluster))
@@ -259,19 +189,6 @@ class ForwardSm90:
     def _rows_view(self, x, heads_kv):
         """O as tiles cut it, ((heads per KV head, S), Dv, heads_kv, B); see ``MmaOps``."""
         return ragged_packed_view(x, heads_kv) if self.config.cu_q else packed_view(x, heads_kv)
-
-    def _sequences(self, q, k, optional):
-        """Sequences of a call whose lengths are in tensors."""
-        cu_q = optional.get("cu_seqlens_q")
-        return Sequences(
-            batch=q.shape[0] if cu_q is None else cu_q.shape[0] - 1,
-            rows_q=q.shape[1],
-            rows_k=k.shape[1],
-            cu_q=cu_q,
-            cu_k=optional.get("cu_seqlens_k"),
-            used_q=optional.get("seqused_q"),
-            used_k=optional.get("seqused_k"),
-        )
 
     def _tiled_mmas(self):
         """Tiled MMAs of S = Q K^T and O += P V; each warpgroup owns 64 rows."""

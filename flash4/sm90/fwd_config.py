@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from flash4.common.geometry import KvBlocks, Phase, ceil_div, choose, imax, imin
+from flash4.common.geometry import Phase, ceil_div, choose, imax, imin
 from flash4.common.graph import Buffer, PipelineGraph, Ring, Role
-from flash4.common.mods import AUX, decode_aux
+from flash4.common.launch_facts import ForwardLaunch
 from flash4.common.tiles import grid_of
 
 SMEM_LIMIT = 232_448  # bytes of shared memory that one sm_90 CTA can have (227 KiB)
@@ -39,7 +39,7 @@ PACKS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
-class ForwardConfig:
+class ForwardConfig(ForwardLaunch):
     """Compile-time facts of one Hopper forward kernel; ints and bools only, and it is the cache key.
 
     Attributes:
@@ -179,11 +179,6 @@ class ForwardConfig:
         return self.tile_m // self.cluster
 
     @property
-    def varlen(self) -> bool:
-        """Sequences differ in length."""
-        return self.cu_q or self.cu_k or self.used_q or self.used_k
-
-    @property
     def hands_out(self) -> bool:
         """``load`` tells the other roles which tile comes next."""
         return self.varlen or self.handed_out
@@ -249,47 +244,18 @@ class ForwardConfig:
         return choose(tile.again == PASSES, GROWTH_LOG2, TRUSTED_LOG2)
 
     @property
-    def tile_q(self) -> int:
-        """Queries per tile."""
-        return self.tile_m // self.pack
-
-    def blocks(self, left=None, right=None) -> KvBlocks:
-        """Which KV blocks a tile visits; the sides of the window are those that the config says there are."""
-        if (left is not None, right is not None) != (self.left, self.right):
-            raise ValueError(f"window ({left}, {right}) for {self}")
-        return KvBlocks(self.tile_q, self.tile_n, self.causal, left, right)
-
-    @property
     def numbers(self) -> tuple[str, ...]:
-        """Numbers that the launch takes, in order.
-
-        ``scale`` is the factor of a score, or the cap; ``cap_scale`` the factor of a score within the cap,
-        ``cap_root`` the fifth root of the cap.
-        """
-        given = {
-            "cap_scale": self.softcap,
-            "left": self.left,
-            "right": self.right,
-            "cap_root": self.softcap,
-        }
-        return ("scale", *(name for name, present in given.items() if present))
+        """Numbers that the launch takes, in order; ``cap_root`` is the fifth root of the cap."""
+        return (*super().numbers, *(("cap_root",) if self.softcap else ()))
 
     @property
-    def optional_tensors(self) -> tuple[str, ...]:
-        """Tensors that the launch takes after q, k, v, out and lse, in order."""
-        given = {
-            "sink": self.sink,
-            "alibi_slopes": self.alibi,
-            "cu_seqlens_q": self.cu_q,
-            "cu_seqlens_k": self.cu_k,
-            "seqused_q": self.used_q,
-            "seqused_k": self.used_k,
+    def counters(self) -> dict[str, bool]:
+        """Which counters the kernel takes, by name."""
+        return {
             "next_tile": self.varlen,
             "reset_counter": self.handed_out,
             "redone": self.counts,
         }
-        aux = (f"{AUX}{i}" for i in range(len(decode_aux(self.aux))))
-        return (*(name for name, present in given.items() if present), *aux)
 
     def first_query(self, tile, warpgroup):
         """First query of a warpgroup's rows; dual-mode, as the next two."""
