@@ -11,20 +11,17 @@ import numpy as np
 
 from flash4.common.dsl import plain
 from flash4.common.fragments import GROUP_NUMBERS, dq_place
-from flash4.common.geometry import ceil_div
 from flash4.common.graph import WARP, launch_registers
-from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.numerics import LOG2E
 from flash4.problem import CallOptions
 from flash4.sim.barriers import NamedBarrier, Semaphore
 from flash4.sim.bulk import Accumulator, BulkGroups, load
-from flash4.sim.bwd_sequences import sides_of, tiles_of_ctas, to_rows
+from flash4.sim.calls import BackwardCall, batched, gradients, prepare
 from flash4.sim.cluster import Cluster, lane_called
 from flash4.sim.limits import WarpRole, check_registers, check_tmem
 from flash4.sim.machine import Hazard, Machine, join
 from flash4.sim.memory import Region
 from flash4.sim.signals import Edges, Signal, SignalSpec, TmaRing, TmaRingSpec
-from flash4.sim.sm90_bwd import batched, prepare
 from flash4.sim.sm90_fwd import matmul, round_to_16_bit
 from flash4.sim.sm100_bwd_memory import (
     WARPS,
@@ -580,22 +577,13 @@ def simulate_backward(config, tensors, options, workers=2, seed=0, variation=Non
     Raises:
         Hazard: the schedule deadlocks or breaks a rule of the hardware.
     """
-    options = options if isinstance(options, CallOptions) else CallOptions(options)
-    packed = [x.ndim == 3 for x in tensors[:2]]
-    tensors = batched(tensors, packed)
-    dlse = dlse[None] if packed[0] and dlse is not None else dlse
-    q, k = tensors[:2]
-    dq, call = 0, None
-    for machine, call in backward_machines(
-        config, tensors, options, workers, seed, variation, dlse
-    ):
+    packed, sums = [x.ndim == 3 for x in tensors[:2]], 0
+    tensors, dlse = batched(tensors, dlse, packed)
+    machines = backward_machines(config, tensors, options, workers, seed, variation, dlse)
+    for machine, call in machines:
         machine.run()
-        dq = dq + dq_of_sums(call)
-    dq = round_to_16_bit(dq * np.float32(options.softmax_scale), config.bf16)
-    side, _ = sides_of(config, q, k, options)
-    dq = to_rows(side, dq, np.full(q.shape, np.nan, np.float32))
-    results = zip((dq, call.dk, call.dv), (packed[0], packed[1], packed[1]), strict=True)
-    return tuple(x[0] if is_packed else x for x, is_packed in results)
+        sums = sums + dq_of_sums(call)
+    return gradients(sums, call, packed)
 
 
 def dq_of_sums(call: Call) -> np.ndarray:
@@ -625,22 +613,9 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
     CTAs that wait for one another's additions are all in one machine; its call is that of the last of them.
     """
     (q, k, v, out, lse, dout), variation = tensors, variation or Variation()
-    options = options if isinstance(options, CallOptions) else CallOptions(options)
-    (_, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
-    sides = sides_of(config, q, k, options)
-    batch, ratio = sides[0].batch, heads // heads_kv
-    if options.alibi_slopes is not None:
-        slopes = np.asarray(options.alibi_slopes, np.float32)
-        options = options._replace(alibi_slopes=np.broadcast_to(slopes, (batch, heads)))
-    window = (side if side >= 0 else None for side in (options.window_left, options.window_right))
-    blocks = config.blocks(*window)
-    if config.varlen:
-        ctas = tiles_of_ctas(config, blocks, sides, (heads_kv, ratio), workers, 1 + seed % 7)
-    else:
-        grid = KvGrid(ceil_div(seqlen_k, config.tile_n), heads_kv, batch, ratio)
-        workers, section = min(workers, grid.total), 1 + seed % grid.head_count
-        lengths = (seqlen_q, seqlen_k)
-        ctas = [KvTileSchedule(blocks, grid, section, i, workers, *lengths) for i in range(workers)]
+    made = BackwardCall.of(config, q, k, options)
+    sides, options = made.sides, made.options
+    ctas = made.tiles(config, workers, seed)
     dk, dv = (np.full(x.shape, np.nan, np.float32) for x in (k, v))
     statistics = [-x for x in prepare(sides[0], out, lse, dout, dlse)]
     check_limits(config)

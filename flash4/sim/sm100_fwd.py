@@ -11,15 +11,14 @@ import numpy as np
 
 from flash4.common import mods
 from flash4.common.dsl import plain
-from flash4.common.geometry import ceil_div
 from flash4.common.graph import launch_registers
 from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LN2, LOG2E, RESCALE_THRESHOLD_LOG2
 from flash4.common.shares import SharedSchedule, shares_of
-from flash4.common.tiles import Grid, TileSchedule
-from flash4.common.varlen import Sequences
-from flash4.problem import CallOptions, positive_scale
+from flash4.common.tiles import TileSchedule
+from flash4.problem import CallOptions
 from flash4.sim.barriers import NamedBarrier
+from flash4.sim.calls import ForwardCall
 from flash4.sim.cluster import Cluster, ClusterBarrier
 from flash4.sim.limits import WarpRole, check_graph, check_registers, check_tmem
 from flash4.sim.machine import Machine, join
@@ -543,41 +542,23 @@ def simulate_forward(config, q, k, v, options, workers=1, seed=0, variation=None
 
 def forward_machines(config, tensors, options, workers, seed, variation=None):
     """Yield the machine and the call of every CTA, ready to run; arguments as of ``simulate_forward``."""
-    (q, k, v), variation = tensors, variation or Variation()
-    options = options if isinstance(options, CallOptions) else CallOptions(options)
-    if options.alibi_slopes is not None:
-        slopes = np.asarray(options.alibi_slopes, np.float32)
-        slopes = np.broadcast_to(slopes, (options.batch(q), slopes.shape[-1]))
-        options = options._replace(alibi_slopes=slopes)
-    q = q[None] if config.cu_q else q
-    k, v = (k[None], v[None]) if config.cu_k else (k, v)
-    out = np.full((*q.shape[:3], v.shape[3]), np.nan, np.float32)
-    lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)
-    schedules = schedules_of(config, q, k, options, workers, seed)
-    q, _ = positive_scale(q, options.softmax_scale)
+    made, variation = ForwardCall.of(config, tensors, options), variation or Variation()
     check_limits(config)
-    for worker, tiles in enumerate(schedules):
-        call = Call(config, q, k, v, out, lse, options, tiles)
+    for worker, tiles in enumerate(schedules_of(config, made, workers, seed)):
+        call = Call(config, made.q, made.k, made.v, made.out, made.lse, made.options, tiles)
         machine = Machine(seed + worker, variation.strict)
         Kernel(machine, call, variation).spawn()
         yield machine, call
 
 
-def schedules_of(config, q, k, options, workers, seed) -> list:
+def schedules_of(config, made: ForwardCall, workers, seed) -> list:
     """The tiles of every worker."""
-    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
-    groups = ceil_div(heads // heads_kv, config.pack)
-    grid = Grid(ceil_div(seqlen_q, config.tile_q), groups, heads_kv, batch)
+    grid, blocks = made.grid, made.blocks
     workers, section = min(workers, grid.total), 1 + seed % grid.head_count
-    sides = (side if side >= 0 else None for side in (options.window_left, options.window_right))
-    blocks = config.blocks(*sides)
     if config.varlen:
-        lengths = (None if x is None else [int(n) for n in x] for x in options.lengths)
-        sequences = Sequences(options.batch(q), seqlen_q, seqlen_k, *lengths)
-        shared = SharedSchedule(blocks, grid, sequences)
+        shared = SharedSchedule(blocks, grid, made.sequences)
         return [replace(shared, share=share) for share in shares_of(shared, workers)]
-    rows = (seqlen_q, seqlen_k)
-    return [TileSchedule(blocks, grid, section, i, workers, *rows) for i in range(workers)]
+    return [TileSchedule(blocks, grid, section, i, workers, *made.rows) for i in range(workers)]
 
 
 def check_limits(config: ForwardConfig):

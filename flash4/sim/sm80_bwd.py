@@ -8,18 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from flash4.common.dsl import plain
-from flash4.common.geometry import ceil_div
-from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.numerics import LOG2E
 from flash4.problem import CallOptions
 from flash4.sim.barriers import Barrier, Semaphore
-from flash4.sim.bwd_sequences import sides_of, slots_and_entries, tiles_of_ctas, to_rows
+from flash4.sim.bwd_sequences import slots_and_entries
+from flash4.sim.calls import BackwardCall, batched, gradients, prepare
 from flash4.sim.cp_async import CpAsync
 from flash4.sim.limits import check_graph
 from flash4.sim.machine import Machine
 from flash4.sim.memory import Region, Space
 from flash4.sim.sm80_fwd import SMEM_LIMIT, CopiedRows
-from flash4.sim.sm90_bwd import batched, prepare
 from flash4.sim.sm90_fwd import matmul, round_to_16_bit
 from flash4.sm80.bwd_config import BackwardConfig
 from flash4.sm80.bwd_roles import BackwardRoles
@@ -287,21 +285,13 @@ def simulate_backward(
     Raises:
         Hazard: the schedule deadlocks or breaks a rule of the hardware.
     """
-    options = options if isinstance(options, CallOptions) else CallOptions(options)
-    packed = [x.ndim == 3 for x in tensors[:2]]
-    if dlse is not None and packed[0]:
-        dlse = dlse[None]
-    tensors = batched(tensors, packed)
-    q, call = tensors[0], None
+    packed, call = [x.ndim == 3 for x in tensors[:2]], None
+    tensors, dlse = batched(tensors, dlse, packed)
     machines = backward_machines(config, tensors, options, workers, seed, variation, dlse)
     for machine, made in machines:
         machine.run()
         call = made
-    dq = round_to_16_bit(call.sums * np.float32(options.softmax_scale), config.bf16)
-    side, _ = sides_of(config, q, tensors[1], options)
-    dq = to_rows(side, dq, np.full(q.shape, np.nan, np.float32))
-    results = ((dq, packed[0]), (call.dk, packed[1]), (call.dv, packed[1]))
-    return tuple(x[0] if is_packed else x for x, is_packed in results)
+    return gradients(call.sums, call, packed)
 
 
 def backward_machines(config, tensors, options, workers, seed, variation=None, dlse=None):
@@ -310,27 +300,12 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
     CTAs that wait for one another's additions are all in one machine; its call is that of the last of them.
     """
     (q, k, v, out, lse, dout), variation = tensors, variation or Variation()
-    (_, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
-    options = options if isinstance(options, CallOptions) else CallOptions(options)
-    sides = sides_of(config, q, k, options)
-    batch, ratio = sides[0].batch, heads // heads_kv
-    if options.alibi_slopes is not None:
-        slopes = np.asarray(options.alibi_slopes, np.float32)
-        options = options._replace(alibi_slopes=np.broadcast_to(slopes, (batch, heads)))
-    window = (side if side >= 0 else None for side in (options.window_left, options.window_right))
-    blocks = config.blocks(*window)
-    if config.varlen:
-        ctas = tiles_of_ctas(config, blocks, sides, (heads_kv, ratio), ALL, 1 + seed % 7)
-    else:
-        grid = KvGrid(ceil_div(seqlen_k, config.tile_n), heads_kv, batch, ratio)
-        section, lengths = 1 + seed % grid.head_count, (seqlen_q, seqlen_k)
-        ctas = [
-            KvTileSchedule(blocks, grid, section, number, grid.total, *lengths)
-            for number in range(grid.total)
-        ]
+    made = BackwardCall.of(config, q, k, options)
+    sides, options = made.sides, made.options
+    ctas = made.tiles(config, ALL, seed)
     dk, dv = (np.full(x.shape, np.nan, np.float32) for x in (k, v))
     entries, slots = slots_and_entries(sides[0])
-    sums = np.zeros((entries, heads, slots * config.tile_m, config.tile_d), np.float32)
+    sums = np.zeros((entries, q.shape[2], slots * config.tile_m, config.tile_d), np.float32)
     statistics = prepare(sides[0], out, lse, dout, dlse)
     check_graph(config.graph, SMEM_LIMIT)
     machine = None

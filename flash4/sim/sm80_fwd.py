@@ -12,10 +12,11 @@ from flash4.common.dsl import plain
 from flash4.common.geometry import ceil_div
 from flash4.common.graph import WARP
 from flash4.common.numerics import LN2, LOG2E
-from flash4.common.tiles import Grid, TileSchedule
-from flash4.common.varlen import Sequences, VarlenSchedule
-from flash4.problem import CallOptions, positive_scale
+from flash4.common.tiles import TileSchedule
+from flash4.common.varlen import VarlenSchedule
+from flash4.problem import CallOptions
 from flash4.sim.barriers import Barrier
+from flash4.sim.calls import ForwardCall
 from flash4.sim.cp_async import CpAsync
 from flash4.sim.handout import HostWarp
 from flash4.sim.limits import check_graph
@@ -242,37 +243,21 @@ def simulate_forward(
 
 def forward_machines(config, tensors, options, workers, seed, variation=None):
     """Yield the machine and the call of every CTA, ready to run; arguments as of ``simulate_forward``."""
-    (q, k, v), variation = tensors, variation or Variation()
-    options = options if isinstance(options, CallOptions) else CallOptions(options)
-    if options.alibi_slopes is not None:
-        slopes = np.asarray(options.alibi_slopes, np.float32)
-        slopes = np.broadcast_to(slopes, (options.batch(q), slopes.shape[-1]))
-        options = options._replace(alibi_slopes=slopes)
-    q = q[None] if config.cu_q else q
-    k, v = (k[None], v[None]) if config.cu_k else (k, v)
-    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, head_dim_v) = q.shape, v.shape
-    groups = ceil_div(heads // heads_kv, config.pack)
-    grid = Grid(ceil_div(seqlen_q, config.tile_q), groups, heads_kv, batch)
-    out = np.full((batch, seqlen_q, heads, head_dim_v), np.nan, np.float32)
-    lse = np.full((batch, heads, seqlen_q), np.nan, np.float32)
-    q, _ = positive_scale(q, options.softmax_scale)
-    sides = (side if side >= 0 else None for side in (options.window_left, options.window_right))
-    blocks = config.blocks(*sides)
+    made, variation = ForwardCall.of(config, tensors, options), variation or Variation()
+    grid, blocks = made.grid, made.blocks
     check_graph(config.graph, SMEM_LIMIT)
     if config.varlen:
-        lengths = (None if x is None else [int(n) for n in x] for x in options.lengths)
-        sequences = Sequences(options.batch(q), seqlen_q, seqlen_k, *lengths)
-        schedule = VarlenSchedule(blocks, grid, sequences, 1 + 97 * (seed % 9))
+        schedule = VarlenSchedule(blocks, grid, made.sequences, 1 + 97 * (seed % 9))
         total = HostFoundTiles(schedule, HostWarp(), 0).total
         tiles = [HostFoundTiles(schedule, HostWarp(), number) for number in range(total)]
     else:
-        section, total = 1 + seed % grid.head_count, grid.total
+        section = 1 + seed % grid.head_count
         tiles = [
-            TileSchedule(blocks, grid, section, number, 1, seqlen_q, seqlen_k)
-            for number in range(total)
+            TileSchedule(blocks, grid, section, number, 1, *made.rows)
+            for number in range(grid.total)
         ]
     for number, mine in enumerate(tiles):
-        call = Call(config, q, k, v, out, lse, options, mine, None)
+        call = Call(config, made.q, made.k, made.v, made.out, made.lse, made.options, mine, None)
         machine = Machine(seed + number, variation.strict)
         _fill_cta(machine, call, variation)
         yield machine, call

@@ -8,24 +8,17 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from flash4.common.dsl import plain
-from flash4.common.geometry import ceil_div
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.kv_handout import GivenKvTiles, ToldKvTiles
-from flash4.common.kv_sequences import Side
-from flash4.common.kv_tiles import KvGrid, KvTileSchedule
-from flash4.common.numerics import LOG2E
 from flash4.problem import CallOptions
 from flash4.sim.barriers import NamedBarrier, Semaphore
 from flash4.sim.bulk import Accumulator, BulkGroups
 from flash4.sim.bwd_exchange import Exchange, barriers_of_ds, barriers_of_turns
 from flash4.sim.bwd_scores import Scores, Step
 from flash4.sim.bwd_sequences import (
-    sides_of,
     slots_and_entries,
-    tiles_of_ctas,
-    to_rows,
-    to_slots,
 )
+from flash4.sim.calls import BackwardCall, batched, gradients, prepare
 from flash4.sim.handout import shared_out
 from flash4.sim.kv_handout import HostKvSlots
 from flash4.sim.limits import check_graph
@@ -470,15 +463,6 @@ class Variation:
         _fill_cta(machine, call, self, prefix, numbers)
 
 
-def prepare(queries: Side, out, lse, dout, dlse=None):
-    """LSE in log2 units and D, both of whole blocks, as ``passes.bwd_prepare`` makes them."""
-    keyless = lse == -np.inf
-    d = (out * dout).sum(-1, dtype=np.float32).transpose(0, 2, 1)
-    d = d if dlse is None else d - dlse
-    lse2 = np.where(keyless, np.inf, lse * np.float32(LOG2E))
-    return to_slots(queries, lse2, np.inf), to_slots(queries, np.where(keyless, 0, d), 0)
-
-
 def simulate_backward(
     config: BackwardConfig,
     tensors,
@@ -507,21 +491,13 @@ def simulate_backward(
     Raises:
         Hazard: the schedule deadlocks or breaks a rule of the hardware.
     """
-    options = options if isinstance(options, CallOptions) else CallOptions(options)
-    packed = [x.ndim == 3 for x in tensors[:2]]
-    tensors, dlse = batched(tensors, packed), None if dlse is None else _batched(dlse, packed[0])
-    q, k = tensors[:2]
-    side, _ = sides_of(config, q, k, options)
-    dq = 0
-    for machine, call in backward_machines(
-        config, tensors, options, workers, seed, variation, dlse
-    ):
+    packed, sums = [x.ndim == 3 for x in tensors[:2]], 0
+    tensors, dlse = batched(tensors, dlse, packed)
+    machines = backward_machines(config, tensors, options, workers, seed, variation, dlse)
+    for machine, call in machines:
         machine.run()
-        dq = dq + _sums(call)
-    dq = round_to_16_bit(dq * np.float32(options.softmax_scale), config.bf16)
-    dq = to_rows(side, dq, np.full(q.shape, np.nan, np.float32))
-    results = ((dq, packed[0]), (call.dk, packed[1]), (call.dv, packed[1]))
-    return tuple(x[0] if is_packed else x for x, is_packed in results)
+        sums = sums + _sums(call)
+    return gradients(sums, call, packed)
 
 
 def _sums(call: Call) -> np.ndarray:
@@ -532,46 +508,22 @@ def _sums(call: Call) -> np.ndarray:
     return dq
 
 
-def batched(tensors, packed) -> tuple[np.ndarray, ...]:
-    """q, k, v, out, lse and dout, packed ones as a batch of one."""
-    q_packed, k_packed = packed
-    sides = (q_packed, k_packed, k_packed, q_packed, q_packed, q_packed)
-    return tuple(_batched(x, side) for x, side in zip(tensors, sides, strict=True))
-
-
-def _batched(x, packed):
-    return x[None] if packed else x
-
-
 def backward_machines(config, tensors, options, workers, seed, variation=None, dlse=None):
     """Yield the machine and the call of every CTA, ready to run; arguments as of ``simulate_backward``.
 
     CTAs that wait for one another's additions are all in one machine; its call is that of the last of them.
     """
     (q, k, v, out, lse, dout), variation = tensors, variation or Variation()
-    (_, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
-    options = options if isinstance(options, CallOptions) else CallOptions(options)
-    sides = sides_of(config, q, k, options)
-    batch, ratio = sides[0].batch, heads // heads_kv
-    if options.alibi_slopes is not None:
-        slopes = np.asarray(options.alibi_slopes, np.float32)
-        options = options._replace(alibi_slopes=np.broadcast_to(slopes, (batch, heads)))
-    window = (side if side >= 0 else None for side in (options.window_left, options.window_right))
-    blocks = config.blocks(*window)
-    if config.varlen:
-        ctas = tiles_of_ctas(config, blocks, sides, (heads_kv, ratio), workers, 1 + seed % 7)
-        numbers = [None] * len(ctas)
-    else:
-        grid = KvGrid(ceil_div(seqlen_k, config.tile_n), heads_kv, batch, ratio)
-        workers, section = min(workers, grid.total), 1 + seed % grid.head_count
-        numbers, lengths = shared_out(grid.total, workers, seed), (seqlen_q, seqlen_k)
-        ctas = [
-            KvTileSchedule(blocks, grid, section, worker, workers, *lengths, config.backwards)
-            for worker in range(workers)
-        ]
+    made = BackwardCall.of(config, q, k, options)
+    sides, options = made.sides, made.options
+    ctas = made.tiles(config, workers, seed)
+    numbers = [None] * len(ctas)
+    if not config.varlen:
+        ctas = [replace(tiles, backwards=config.backwards) for tiles in ctas]
+        numbers = shared_out(made.grid.total, len(ctas), seed)
     dk, dv = (np.full(x.shape, np.nan, np.float32) for x in (k, v))
     entries, slots = slots_and_entries(sides[0])
-    shape = (entries, heads, slots * config.tile_m, config.dq_width)
+    shape = (entries, q.shape[2], slots * config.tile_m, config.dq_width)
     statistics = prepare(sides[0], out, lse, dout, dlse)
     check_graph(config.graph, SMEM_LIMIT)
     machine = None

@@ -10,7 +10,7 @@ import numpy as np
 
 from flash4.common import mods
 from flash4.common.dsl import plain
-from flash4.common.geometry import Phase, ceil_div
+from flash4.common.geometry import Phase
 from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import (
@@ -21,10 +21,11 @@ from flash4.common.numerics import (
     TANH_NEAR_END,
     usual_factors,
 )
-from flash4.common.tiles import Grid, TileSchedule
-from flash4.common.varlen import Sequences, VarlenSchedule
-from flash4.problem import CallOptions, positive_scale
+from flash4.common.tiles import TileSchedule
+from flash4.common.varlen import VarlenSchedule
+from flash4.problem import CallOptions
 from flash4.sim.barriers import NamedBarrier
+from flash4.sim.calls import ForwardCall, round_to_16_bit
 from flash4.sim.cluster import Cluster, Cta
 from flash4.sim.handout import (
     HostDenseSlots,
@@ -63,16 +64,6 @@ from flash4.sm90.fwd_tiles import BARRIER_PASS
 
 WARP_ROWS = 16
 MMA_K = 16  # columns of A that one WGMMA multiplies
-
-
-def round_to_16_bit(x: np.ndarray, bf16: bool) -> np.ndarray:
-    """Round float32 to the nearest bfloat16 or float16, ties to even; the result is float32."""
-    x = np.asarray(x, np.float32)
-    if not bf16:
-        return x.astype(np.float16).astype(np.float32)
-    bits = x.view(np.uint32)
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
-    return np.where(np.isnan(x), x, rounded.view(np.float32))
 
 
 def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -607,40 +598,24 @@ def simulate_forward(
 
 def forward_machines(config, tensors, options, workers, seed, variation=None):
     """Yield the machine and the call of every worker, ready to run; arguments as of ``simulate_forward``."""
-    (q, k, v), variation = tensors, variation or Variation()
-    options = options if isinstance(options, CallOptions) else CallOptions(options)
-    if options.alibi_slopes is not None:
-        slopes = np.asarray(options.alibi_slopes, np.float32)
-        slopes = np.broadcast_to(slopes, (options.batch(q), slopes.shape[-1]))
-        options = options._replace(alibi_slopes=slopes)
-    q = q[None] if config.cu_q else q
-    k, v = (k[None], v[None]) if config.cu_k else (k, v)
-    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, head_dim_v) = q.shape, v.shape
-    groups = ceil_div(heads // heads_kv, config.pack)
-    grid = Grid(ceil_div(seqlen_q, config.tile_q), groups, heads_kv, batch)
+    made, variation = ForwardCall.of(config, tensors, options), variation or Variation()
+    grid, blocks = made.grid, made.blocks
     workers, section = min(workers, grid.total), 1 + seed % grid.head_count
-    out = np.full((batch, seqlen_q, heads, head_dim_v), np.nan, np.float32)
-    lse = np.full((batch, heads, seqlen_q), np.nan, np.float32)
     redone = np.zeros(1, np.int32)
-    q, _ = positive_scale(q, options.softmax_scale)
-    sides = (side if side >= 0 else None for side in (options.window_left, options.window_right))
-    blocks = config.blocks(*sides)
     check_graph(config.graph, SMEM_LIMIT)
     numbers = [()] * workers
     if config.varlen:
-        lengths = (None if x is None else [int(n) for n in x] for x in options.lengths)
-        sequences = Sequences(options.batch(q), seqlen_q, seqlen_k, *lengths)
-        schedules = [VarlenSchedule(blocks, grid, sequences, 1 + 97 * (seed % 9))] * workers
+        schedules = [VarlenSchedule(blocks, grid, made.sequences, 1 + 97 * (seed % 9))] * workers
         numbers = shared_out(schedules[0].total(), workers, seed)
     else:
-        rows = (seqlen_q, seqlen_k)
         schedules = [
-            TileSchedule(blocks, grid, section, worker, workers, *rows) for worker in range(workers)
+            TileSchedule(blocks, grid, section, worker, workers, *made.rows)
+            for worker in range(workers)
         ]
     if config.handed_out:
         numbers = shared_out(grid.total, workers, seed)
     for worker, tiles in enumerate(schedules):
-        call = Call(config, q, k, v, out, lse, options, tiles, redone)
+        call = Call(config, made.q, made.k, made.v, made.out, made.lse, made.options, tiles, redone)
         machine = Machine(seed + worker, variation.strict)
         _fill_worker(machine, call, variation, numbers[worker])
         yield machine, call
