@@ -4,14 +4,11 @@
 and barriers of a step of 128 queries. Fewer instructions are not more speed.
 """
 
-import argparse
-import multiprocessing
 import os
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from bench.blackwell_loops import ARCH, HEADS, SEQLEN, SMS
+from bench.blackwell_loops import ARCH, HEADS, SEQLEN, SMS, compare
 from flash4.jit.inspect import count_resources, disassemble
 from tests.host.sass_loops import loops
 
@@ -84,20 +81,12 @@ def measure(job) -> dict[str, tuple[int, ...]]:
 
 def main():
     """Compile and print."""
-    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    options.add_argument("--workers", type=int, default=2)
-    workers = options.parse_args().workers
-    jobs = [(compile_one, call) for call in CALLS for compile_one in (theirs, ours)]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
-        found = list(pool.map(measure, jobs))
-    print("instructions / waits / posts / barriers / spills; flash-attn-4 | flash4")
-    for i, (causal, ctas, ordered) in enumerate(CALLS):
+    calls = {}
+    for causal, ctas, ordered in CALLS:
         order = ", deterministic" if ordered else ""
-        print(f"{'causal' if causal else 'full'}, {ctas} CTA{'s' * (ctas > 1)}{order}")
-        for name in (*LOOPS, "kernel"):
-            both = [" / ".join(map(str, x.get(name, ("-",)))) for x in found[2 * i : 2 * i + 2]]
-            print(f"  {name:18} {both[0]:>24} | {both[1]}")
+        title = f"{'causal' if causal else 'full'}, {ctas} CTA{'s' * (ctas > 1)}{order}"
+        calls[title] = theirs, ours, (causal, ctas, ordered)
+    compare(calls, measure, "instructions / waits / posts / barriers / spills", LOOPS)
 
 
 if __name__ == "__main__":

@@ -106,21 +106,37 @@ def measure(job) -> dict[str, tuple[int, ...]]:
     return {**counts, "kernel": (count_resources(sass).instructions,)}
 
 
-def main():
-    """Compile and print."""
-    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def compare(calls: dict, measure, heading: str, names) -> None:
+    """Compile every call twice and print what is counted of both, side by side.
+
+    Args:
+        calls: by what is printed of it, (theirs, ours, call); both compile a call into a folder.
+        measure: from (compile, call) to counts by loop.
+        heading: what the counts are.
+        names: of the loops.
+    """
+    options = argparse.ArgumentParser()
     options.add_argument("--workers", type=int, default=2)
     workers = options.parse_args().workers
-    jobs = [(compile_one, call) for call in CALLS for compile_one in (theirs, ours)]
+    jobs = [(compile_one, call) for *both, call in calls.values() for compile_one in both]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
         found = list(pool.map(measure, jobs))
-    print("instructions / waits / arrivals / commits / spills; flash-attn-4 | flash4")
-    for i, (d, dv, causal) in enumerate(CALLS):
-        print(f"{d}/{dv} {'causal' if causal else 'full'}")
-        for name in (*LOOPS, "kernel"):
+    print(f"{heading}; flash-attn-4 | flash4")
+    for i, title in enumerate(calls):
+        print(title)
+        for name in (*names, "kernel"):
             both = [" / ".join(map(str, x.get(name, ("-",)))) for x in found[2 * i : 2 * i + 2]]
             print(f"  {name:18} {both[0]:>24} | {both[1]}")
+
+
+def main():
+    """Compile and print."""
+    calls = {
+        f"{d}/{dv} {'causal' if causal else 'full'}": (theirs, ours, (d, dv, causal))
+        for d, dv, causal in CALLS
+    }
+    compare(calls, measure, "instructions / waits / arrivals / commits / spills", LOOPS)
 
 
 if __name__ == "__main__":

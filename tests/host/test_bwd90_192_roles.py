@@ -16,7 +16,15 @@ from flash4.problem import AttentionProblem
 from flash4.sim.explore import explore
 from flash4.sim.sm90_bwd_192 import machines_192, simulate_backward_192
 from flash4.sm90.bwd_192_config import Backward192Config, can_implement, choose_config
-from tests.host.test_bwd90_roles import IN_ORDER, WINDOWS, WITH_TURNS, Case, lengths, run
+from tests.host.test_bwd90_roles import (
+    IN_ORDER,
+    WIDE,
+    WINDOWS,
+    WITH_TURNS,
+    Case,
+    cases,
+    run,
+)
 
 
 def problem(head_dim, head_dim_v, causal=False, bf16=True, **features):
@@ -88,39 +96,8 @@ def test_numbers(index, seqlen_q, seqlen_k):
     run(replace(case, softcap=softcap), seed=index)
 
 
-@st.composite
-def cases(draw):
-    config, head_dim, head_dim_v = draw(st.sampled_from(CONFIGS))
-    left, right = (draw(st.one_of(st.none(), st.integers(0, 300))) for _ in range(2))
-    window = draw(st.sampled_from(((None, None), (None, None), (left, None), (left, right))))
-    causal, softcap = draw(st.booleans()), draw(st.sampled_from((0.0, 0.0, 20.0, 50.0)))
-    if causal:
-        window = (window[0], None)
-    limited = {"left": window[0] is not None, "right": window[1] is not None}
-    features = {"softcap": softcap != 0, "alibi": draw(st.sampled_from((False, False, True)))}
-    features["ordered"] = draw(st.sampled_from((False, False, True)))
-    if any(limited.values()):
-        features |= IN_ORDER
-    return Case(
-        replace(config, causal=causal, **limited, **features),
-        draw(st.sampled_from((head_dim, 8 * draw(st.integers(1, head_dim // 8))))),
-        draw(st.sampled_from((head_dim_v, 8 * draw(st.integers(1, head_dim_v // 8))))),
-        batch=draw(st.integers(1, 2)),
-        seqlen_q=draw(lengths(48, 4)),
-        seqlen_k=draw(lengths(128, 2)),
-        heads_kv=draw(st.integers(1, 2)),
-        ratio=draw(st.sampled_from((1, 1, 2, 3))),
-        softmax_scale=draw(st.sampled_from((0.06, 0.06, 0.02, 0.3, 0.0, -0.06))),
-        workers=draw(st.integers(1, 4)),
-        dlse=draw(st.booleans()),
-        window_size=window,
-        softcap=softcap,
-        sink=draw(st.sampled_from((None, None, 1.0))),
-    )
-
-
 @settings(max_examples=40)
-@given(case=cases(), seed=st.integers(0, 2**16))
+@given(case=cases(CONFIGS, **WIDE), seed=st.integers(0, 2**16))
 def test_numbers_of_random_problems(case, seed):
     run(case, seed)
 
