@@ -427,7 +427,29 @@ def _add_features(choose: Choose, problem: Problem) -> Problem:
     return dataclasses.replace(problem, **changes)
 
 
-def _choose_lengths(choose: Choose, problem: Problem) -> dict[str, Any]:
+def resized(
+    choose: Choose, problem: Problem, *, max_seqlen: int = MAX_SEQLEN, max_scores: int = MAX_SCORES
+) -> Problem:
+    """Draw a problem with the features, types and head dims of another one, and all else drawn anew."""
+    plain = _choose_plain_problem(choose, max_seqlen, max_scores)
+    names = ("batch", "heads_kv", "seqlen_q", "seqlen_k", "layouts", "value_scale")
+    changes = {name: getattr(plain, name) for name in names}
+    if problem.ratio > 1:
+        changes["ratio"] = plain.ratio
+    given = (problem.lengths_q, problem.lengths_k, problem.used_q, problem.used_k)
+    kinds = tuple(x is not None for x in given)
+    if any(kinds):
+        sized = dataclasses.replace(plain, ratio=changes.get("ratio", 1))
+        changes |= _choose_lengths(choose, sized, kinds)
+    drawn = _choose_window(choose, dataclasses.replace(plain, causal=False))
+    changes["window_size"] = tuple(
+        old if old in (None, 0) or not new else new
+        for old, new in zip(problem.window_size, drawn, strict=True)
+    )
+    return dataclasses.replace(problem, **changes)
+
+
+def _choose_lengths(choose: Choose, problem: Problem, kinds=None) -> dict[str, Any]:
     """Lengths of the sequences, none longer than those of the dense problem."""
     longest_q, longest_k, batch = problem.seqlen_q, problem.seqlen_k, choose((1, 2, 3, 5, 9))
     batch = max(1, min(batch, MAX_SCORES // max(1, problem.heads * longest_q * longest_k)))
@@ -439,7 +461,7 @@ def _choose_lengths(choose: Choose, problem: Problem) -> dict[str, Any]:
     def part(lengths: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(choose((n, n, n // 2, max(n - 1, 0), 0)) for n in lengths)
 
-    packs_q, packs_k, uses_q, uses_k = choose(LENGTHS)
+    packs_q, packs_k, uses_q, uses_k = kinds or choose(LENGTHS)
     lengths_q, lengths_k = (draw(n) if n else (n,) * batch for n in (longest_q, longest_k))
     stored_q = lengths_q if packs_q else (longest_q,) * batch
     stored_k = lengths_k if packs_k else (longest_k,) * batch

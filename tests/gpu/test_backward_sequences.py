@@ -273,7 +273,7 @@ def all_cases() -> list[GradientCase]:
 
 
 if __name__ == "__main__":  # python -m tests.gpu.test_backward_sequences: compile
-    from tests.gpu.test_fuzz import compile_all
+    from tests.gpu.fuzzing import compile_all
 
     wanted = (key for case in all_cases() for key in case.kernels("sm_90a"))
     raise SystemExit(compile_all(dict.fromkeys(wanted), 16))

@@ -1,10 +1,14 @@
 """What the fuzz of gradients draws: every two features meet, within a few hundred problems."""
 
+import dataclasses
 import itertools
+import random
 
 import pytest
 
-from tests.gpu.fuzz_backward import features_of, pairs_of, random_cases
+from tests.gpu.fuzz_backward import features_of, other_flags, pairs_of, random_cases
+from tests.gpu.fuzzing import within
+from tests.strategies import resized
 
 # That cannot meet.
 NEVER = {("causal", "right")}
@@ -27,3 +31,19 @@ def test_every_pair_of_features_meets(seed):
 
 def test_the_same_seed_draws_the_same_problems():
     assert random_cases(5, 3) == random_cases(5, 3) != random_cases(5, 4)
+
+
+def test_few_kernels_are_enough_for_many_problems():
+    cases, keys = within(random_cases(60, 3), 60, "sm_90a", 3, other_flags)
+    assert len(cases) == 60 and len(keys) <= 60
+    assert {key for case in cases for key in case.kernels("sm_90a")} == {*keys}
+    assert len({(str(case.problem), case.seed) for case in cases}) == 60
+    assert [case.seed for case in cases] == list(range(3, 63))
+
+
+def test_a_resized_problem_keeps_its_features():
+    choose = random.Random(4).choice
+    for case in random_cases(40, 4):
+        other = dataclasses.replace(case, problem=resized(choose, case.problem))
+        assert other.problem.function == case.problem.function
+        assert features_of(other) - {"grouped heads"} == features_of(case) - {"grouped heads"}
