@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import provenance, report
-from bench.ahead import compile_ahead
+from bench.ahead import compile_ahead, keys_of
 from bench.shapes import Cell, select
 from flash4.common.geometry import ceil_div
-from flash4.dispatch import BackwardPlan, plan_backward
+from flash4.dispatch import BackwardPlan, plan_backward, serve
 from flash4.passes.bwd_config import passes_of
 
 WORKERS = 132  # of an H200: to plan without a GPU
@@ -189,21 +189,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     by_cell = {}
     for cell in select(args.cells):
         by_cell[cell] = different(cell, ["", *filter(None, args.variants.split(","))], args.arch)
-    keys = {
-        k: None
-        for cell, found in by_cell.items()
-        for v in found
-        for k in plan_of(cell, v, args.arch).kernels
-    }
+    keys = {}
+    for cell, found in by_cell.items():
+        keys |= dict.fromkeys(keys_of(cell, "forward", args.arch, WORKERS))
+        keys |= dict.fromkeys(k for v in found for k in plan_of(cell, v, args.arch).kernels)
     errors = compile_ahead(list(keys), args.workers)
     for text in errors:
         print(text, file=sys.stderr)
     import torch
 
     torch.cuda.init()
+    serve(torch.cuda.get_device_capability(), args.arch)
     started, revision, gpu = provenance.now(), provenance.commit(), provenance.gpu()
     results = {
-        "started": started, "commit": revision, "versions": provenance.versions(), "gpu": gpu, "errors": errors,
+        "started": started, "commit": revision, "arch": args.arch, "versions": provenance.versions(), "gpu": gpu, "errors": errors,
         "cells": [],
     }  # fmt: skip
     out = args.out or provenance.results_path(started, revision, gpu["name"], "tune-backward")

@@ -17,6 +17,7 @@ from flash4.sm80.fwd_config import (
 from flash4.sm80.shared_rows import SharedRows
 
 FLOAT_BYTES = 4
+DIM_PAIR = 16  # columns of what ldmatrix reads at once
 DQ_NUMBERS = 64  # of dQ that a thread has at once, beside 128 of dK and dV
 
 # Features of a call whose gradients are not built: field of the problem -> what to ask for instead.
@@ -86,6 +87,11 @@ class BackwardConfig(BackwardLaunch):
             )
         if self.two_roles and (self.warps != 8 or self.softcap or self.ordered):
             raise ValueError("two roles need 8 warps; they have no softcap and no order of sums")
+        for size in (self.tile_d, self.tile_dv):
+            if size % (self.column_parts * DIM_PAIR):
+                raise ValueError(
+                    f"{size} columns of dK or dV cannot be shared out to {self.column_parts} warps, by {DIM_PAIR}"
+                )
         if self.late_dq and not self.two_roles:
             raise ValueError("late_dq is of two roles")
         if self.tile_m % DIM_STEP or self.tile_m <= 0:
