@@ -9,9 +9,21 @@ from multiprocessing import get_context
 from typing import Any
 
 from bench.protocol import describe
+from bench.shapes import Cell
 
 HANG_SECONDS = 60  # to compile one kernel
 Key = tuple[str, Any, str]  # kernel, config, architecture: what the kernel cache is asked for
+
+
+def keys_of(cell: Cell, direction: str, arch: str, workers: int) -> list[Key]:
+    """What flash4 launches for a cell on a target with ``workers`` multiprocessors; backwards follow a forward."""
+    from flash4.dispatch import plan_backward, plan_forward
+
+    plan = plan_forward(cell.problem(), arch, workers)
+    keys = [(plan.kernel, plan.config, plan.arch)]
+    if direction == "backward":
+        keys += plan_backward(cell.problem(), arch, workers).kernels
+    return keys
 
 
 def compile_one(key: Key) -> str | None:

@@ -8,6 +8,7 @@ could not run, or if an asserted ratio was missed.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -29,6 +30,9 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--contenders", default="flash4,fa4,cudnn,fa2", help="default: %(default)s")
     p.add_argument("--direction", choices=("forward", "backward"), default="forward")
+    p.add_argument(
+        "--arch", help="take flash4's kernels of another target, such as sm_90: Ampere's"
+    )
     p.add_argument("--budget-s", type=float, default=1.2, help="seconds of timing per cell")
     p.add_argument("--seed", type=int, help="of the inputs (default: from the clock)")
     p.add_argument("--out", type=Path, help="where to write the JSON record")
@@ -74,6 +78,20 @@ def _measure_ceilings(when: str, bench: Any, results: dict[str, Any]) -> None:
     results["ceilings"].append({"when": when, **found})
 
 
+def _take_kernels_of(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
+    """Have flash4 run kernels of another target, and compile them in parallel."""
+    import torch
+
+    from bench.ahead import compile_ahead, keys_of
+    from flash4.dispatch import serve
+
+    serve(torch.cuda.get_device_capability(), args.arch)
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    keys = [k for cell in cells for k in keys_of(cell, args.direction, args.arch, multiprocessors)]
+    for text in compile_ahead(list(dict.fromkeys(keys)), os.cpu_count()):
+        print(text, file=sys.stderr)
+
+
 def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], Path] | str:
     """Run what the command line asks for; return the record and its path, or why not."""
     cells = select(args.cells)
@@ -89,6 +107,8 @@ def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], Path] | str:
     if not torch.cuda.is_available():
         return "no CUDA device; --show PATH prints a record without one"
     torch.cuda.init()
+    if args.arch:
+        _take_kernels_of(args, cells)
     gpu, revision, started = provenance.gpu(), provenance.commit(), provenance.now()
     seed = args.seed if args.seed is not None else int(time.time())
     telemetry = open_telemetry(provenance.gpu_uuid())
@@ -103,6 +123,7 @@ def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], Path] | str:
         "gpu": gpu,
         "telemetry": telemetry.name if telemetry else None,
         "direction": args.direction,
+        "arch": args.arch,
         "budget_s": args.budget_s,
         "seed": seed,
         "contenders": [c.name for c in contenders],

@@ -1,9 +1,9 @@
-"""Compare configs of the Hopper backward on a GPU: `python -m bench.tune_backward`.
+"""Compare configs of a backward on a GPU: `python -m bench.tune_backward`.
 
 For every cell it times variants of the config that dispatch chooses, interleaved with the peers, prints them sorted by time,
 and writes a record with all of them. A variant is a word such as `late+handed_out+tile_m=64+swap_dq=0`: fields of the config,
 with 1 for a value by default, and `section`, heads per section of the tile order. With `--parts` it also times the three
-kernels of each variant apart.
+kernels of each variant apart. `--arch sm_90` takes the kernels of Ampere.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from bench import provenance, report
-from bench.ahead import compile_ahead
+from bench.ahead import compile_ahead, keys_of
 from bench.shapes import Cell, select
 from flash4.common.geometry import ceil_div
-from flash4.dispatch import BackwardPlan, plan_backward
+from flash4.dispatch import BackwardPlan, plan_backward, serve
 from flash4.passes.bwd_config import passes_of
 
-ARCH, WORKERS = "sm_90a", 132  # of an H200: to plan without a GPU
+WORKERS = 132  # of an H200: to plan without a GPU
 CELLS = (
     "d128-full-s4096-b4-h16,d128-full-s1024-b16-h16,d128-causal-s8192-b2-h16,d128-causal-s4096-b4-h16,"
     "d128-causal-s1024-b16-h16,d64-full-s4096-b4-h32,d64-causal-s4096-b4-h32,d64-causal-s1024-b16-h32"
@@ -33,9 +33,9 @@ VARIANTS = "late,handed_out,late+handed_out,late+handed_out+chained"
 KEPT = ("name", "status", "median_us", "p10_us", "p90_us", "spread", "tflops", "error")
 
 
-def plan_of(cell: Cell, variant: str) -> BackwardPlan | None:
+def plan_of(cell: Cell, variant: str, arch: str = "sm_90a") -> BackwardPlan | None:
     """Plan of a cell with a variant of the config that it would get; None if that is none, or does not fit."""
-    plan = plan_backward(cell.problem(), ARCH, WORKERS)
+    plan = plan_backward(cell.problem(), arch, WORKERS)
     changes = {}
     for word in filter(None, variant.split("+")):
         name, _, value = word.partition("=")
@@ -54,15 +54,15 @@ def plan_of(cell: Cell, variant: str) -> BackwardPlan | None:
 
 
 @functools.cache
-def _launch(cell: Cell, variant: str) -> Any:
+def _launch(cell: Cell, variant: str, arch: str) -> Any:
     from flash4.ops import device_facts, launch_of
 
-    plan = plan_of(cell, variant)
+    plan = plan_of(cell, variant, arch)
     blocks = ceil_div(cell.seqlen, plan.config.tile_m)
     return launch_of(plan, blocks, device_facts(0)[1])
 
 
-def factory(cell: Cell, variant: str, q: Any, k: Any, v: Any) -> Any:
+def factory(cell: Cell, variant: str, arch: str, q: Any, k: Any, v: Any) -> Any:
     """A call whose output has the variant as its backward."""
     import torch
 
@@ -70,7 +70,7 @@ def factory(cell: Cell, variant: str, q: Any, k: Any, v: Any) -> Any:
     from flash4.interface import options_of
     from flash4.ops import launch_backward
 
-    launch, options = _launch(cell, variant), options_of(q, k, v, causal=cell.causal)
+    launch, options = _launch(cell, variant, arch), options_of(q, k, v, causal=cell.causal)
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -100,7 +100,7 @@ class Part:
         self.function(*arguments)
 
 
-def time_parts(cell: Cell, variant: str, seconds: float) -> dict[str, float]:
+def time_parts(cell: Cell, variant: str, arch: str, seconds: float) -> dict[str, float]:
     """Median microseconds of each of the three kernels, launched again and again."""
     import torch
 
@@ -108,7 +108,7 @@ def time_parts(cell: Cell, variant: str, seconds: float) -> dict[str, float]:
     from bench.protocol import CudaDevice, Entry, measure
 
     (inputs,) = make_inputs(cell, 1, "backward", 0)
-    launch = _launch(cell, variant)
+    launch = _launch(cell, variant, arch)
     names = ("prepare", "main", "finish")
     parts = {name: Part(getattr(launch, name), []) for name in names}
     import flash4
@@ -143,7 +143,10 @@ def tune_cell(cell: Cell, variants: Sequence[str], args: argparse.Namespace) -> 
     """Time variants on a cell; returns them with their figures, fastest first."""
     from bench.variants import compare
 
-    made = {variant or "chosen": functools.partial(factory, cell, variant) for variant in variants}
+    made = {
+        variant or "chosen": functools.partial(factory, cell, variant, args.arch)
+        for variant in variants
+    }
     budget = args.seconds * (len(made) + 2)
     peers = [name for name in args.peers.split(",") if name]
     found = compare(cell, made, peers=peers, direction="backward", budget_s=budget)
@@ -151,7 +154,7 @@ def tune_cell(cell: Cell, variants: Sequence[str], args: argparse.Namespace) -> 
     for row in rows:
         variant = "" if row["name"] == "chosen" else row["name"]
         if args.parts and row["status"] == "ok" and variant in variants:
-            row["parts_us"] = time_parts(cell, variant, args.seconds)
+            row["parts_us"] = time_parts(cell, variant, args.arch, args.seconds)
             print(f"    {row['name']:44} {row['parts_us']}", flush=True)
     return {"cell": cell.name, "candidates": rows}
 
@@ -162,6 +165,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--cells", default=CELLS, help="comma-separated cells and subsets")
     p.add_argument("--variants", default=VARIANTS, help="comma-separated, beside the chosen config")
     p.add_argument("--peers", default="fa4", help="comma-separated contenders")
+    p.add_argument("--arch", default="sm_90a", help="target of the kernels; sm_90: those of Ampere")
     p.add_argument("--seconds", type=float, default=0.2, help="of timing per variant and cell")
     p.add_argument("--parts", action="store_true", help="time the kernels apart too")
     p.add_argument("--workers", type=int, default=os.cpu_count(), help="compiling processes")
@@ -169,11 +173,11 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def different(cell: Cell, variants: Sequence[str]) -> list[str]:
+def different(cell: Cell, variants: Sequence[str], arch: str) -> list[str]:
     """Those that are a config of the cell, and not that of one before."""
     found = {}
     for variant in variants:
-        plan = plan_of(cell, variant)
+        plan = plan_of(cell, variant, arch)
         if plan is not None:
             found.setdefault((plan.kernels, plan.section), variant)
     return list(found.values())
@@ -184,19 +188,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     by_cell = {}
     for cell in select(args.cells):
-        by_cell[cell] = different(cell, ["", *filter(None, args.variants.split(","))])
-    keys = {
-        k: None for cell, found in by_cell.items() for v in found for k in plan_of(cell, v).kernels
-    }
+        by_cell[cell] = different(cell, ["", *filter(None, args.variants.split(","))], args.arch)
+    keys = {}
+    for cell, found in by_cell.items():
+        keys |= dict.fromkeys(keys_of(cell, "forward", args.arch, WORKERS))
+        keys |= dict.fromkeys(k for v in found for k in plan_of(cell, v, args.arch).kernels)
     errors = compile_ahead(list(keys), args.workers)
     for text in errors:
         print(text, file=sys.stderr)
     import torch
 
     torch.cuda.init()
+    serve(torch.cuda.get_device_capability(), args.arch)
     started, revision, gpu = provenance.now(), provenance.commit(), provenance.gpu()
     results = {
-        "started": started, "commit": revision, "versions": provenance.versions(), "gpu": gpu, "errors": errors,
+        "started": started, "commit": revision, "arch": args.arch, "versions": provenance.versions(), "gpu": gpu, "errors": errors,
         "cells": [],
     }  # fmt: skip
     out = args.out or provenance.results_path(started, revision, gpu["name"], "tune-backward")

@@ -32,6 +32,7 @@ from flash4.sim.machine import Hazard
 from flash4.sim.rings import Ring, SharedRing
 from flash4.sim.sm90_fwd import Variation, round_to_16_bit, simulate_forward
 from flash4.sm80 import bwd_roles as bwd_roles_sm80
+from flash4.sm80 import bwd_two_roles as bwd_two_roles_sm80
 from flash4.sm80 import fwd_roles as fwd_roles_sm80
 from flash4.sm80.bwd_config import BackwardConfig as BackwardConfigSm80
 from flash4.sm80.fwd_config import ForwardConfig as ForwardConfigSm80
@@ -265,6 +266,20 @@ SM80_BACKWARD_PROBLEMS = (
     BackwardProblem(BackwardConfigSm80(**SM80_BACKWARD, key_warps=2, causal=False), 100, 40),
     BackwardProblem(
         BackwardConfigSm80(**SM80_BACKWARD, key_warps=2, causal=True, ordered=True), 64, 96
+    ),
+)
+
+_TWO_ROLES = {"warps": 8, "key_warps": 2, "two_roles": True}
+SM80_TWO_ROLES_PROBLEMS = (
+    BackwardProblem(
+        BackwardConfigSm80(True, 64, 64, 64, True, **_TWO_ROLES, late_dq=True), 200, 150
+    ),
+    BackwardProblem(
+        BackwardConfigSm80(True, 64, 64, 64, False, **_TWO_ROLES, stages=1), 200, 64, 2
+    ),
+    BackwardProblem(BackwardConfigSm80(True, 64, 64, 64, False, **_TWO_ROLES), 150, 100),
+    BackwardProblem(
+        BackwardConfigSm80(True, 64, 64, 64, False, **_TWO_ROLES, stages=1, late_dq=True), 200, 64
     ),
 )
 
@@ -646,6 +661,9 @@ def sm80_mutants(module, class_name: str, vary: Callable) -> list[Mutant]:
 KERNELS = {
     "sm80-fwd": lambda: sm80_mutants(fwd_roles_sm80, "ForwardRoles", sm80_fwd.Variation),
     "sm80-bwd": lambda: sm80_mutants(bwd_roles_sm80, "BackwardRoles", sm80_bwd.Variation),
+    "sm80-bwd-two": lambda: sm80_mutants(
+        bwd_two_roles_sm80, "TwoBackwardRoles", lambda roles: sm80_bwd.Variation(two_roles=roles)
+    ),
     "sm90-fwd": sm90_fwd_mutants,
     "sm90-bwd": sm90_bwd_mutants,
     "sm90-bwd-192": sm90_bwd_192_mutants,
@@ -657,6 +675,7 @@ KERNELS = {
 JURIES = {
     "sm80-fwd": lambda: Jury(SM80_PROBLEMS, simulate=sm80_fwd.simulate_forward),
     "sm80-bwd": lambda: Jury(SM80_BACKWARD_PROBLEMS, simulate=sm80_bwd.simulate_backward),
+    "sm80-bwd-two": lambda: Jury(SM80_TWO_ROLES_PROBLEMS, simulate=sm80_bwd.simulate_backward),
     "sm90-fwd": Jury,
     "sm90-bwd": lambda: Jury(BACKWARD_PROBLEMS, simulate=sm90_bwd.simulate_backward),
     "sm90-bwd-192": lambda: Jury(

@@ -10,7 +10,7 @@ import numpy as np
 from flash4.common.dsl import plain
 from flash4.common.numerics import LOG2E
 from flash4.problem import CallOptions
-from flash4.sim.barriers import Barrier, Semaphore
+from flash4.sim.barriers import Barrier, NamedBarrier, Semaphore
 from flash4.sim.bwd_sequences import slots_and_entries
 from flash4.sim.calls import BackwardCall, batched, gradients, prepare
 from flash4.sim.cp_async import CpAsync
@@ -21,8 +21,11 @@ from flash4.sim.sm80_fwd import SMEM_LIMIT, CopiedRows
 from flash4.sim.sm90_fwd import matmul, round_to_16_bit
 from flash4.sm80.bwd_config import BackwardConfig
 from flash4.sm80.bwd_roles import BackwardRoles
+from flash4.sm80.bwd_two_roles import TwoBackwardRoles
 from flash4.sm80.fwd_config import ATOM_ROWS, ELEMENT_BYTES
 
+# As the GPU's: ``bwd_two_ops``, which imports the DSL.
+BARRIER_P, BARRIER_DS, BARRIER_ROLE = 1, 2, 3
 ALL = 1 << 30  # CTAs, more than there are tiles
 
 
@@ -62,10 +65,13 @@ class WarpOps:
         self._machine, self._call, self._config, self._warp = machine, call, call.config, warp
         self._memory, self._barrier, c = memory, barrier, call.config
         self._copies = CpAsync(machine, f"warp {warp} of {barrier.name}")
-        first, self._part = warp % c.key_warps * ATOM_ROWS, warp // c.key_warps
-        self._keys = range(first, first + ATOM_ROWS)
+        number, rows = warp % c.role_warps, c.key_atoms * ATOM_ROWS
+        first, part = number % c.key_warps * rows, number // c.key_warps
+        self._mine = number  # which of the parts of P, dS, dK and dV
+        self._column_part = number if c.two_roles else part
+        self._keys = range(first, first + rows)
         columns = c.tile_m // c.splits
-        self._columns = slice(self._part * columns, (self._part + 1) * columns)
+        self._columns = slice(part * columns, (part + 1) * columns)
         self.copies_ahead, self.keeps_p = c.stages > 1, c.splits == 1
 
     def phases(self, tile):
@@ -76,7 +82,8 @@ class WarpOps:
         """dK = dV = 0."""
         c = self._config
         self._dk, self._dv = (
-            np.zeros((ATOM_ROWS, width // c.splits), np.float32) for width in (c.tile_d, c.tile_dv)
+            np.zeros((c.sum_atoms * ATOM_ROWS, width // c.column_parts), np.float32)
+            for width in (c.tile_d, c.tile_dv)
         )
 
     def _copy(self, target: CopiedRows, rows: np.ndarray):
@@ -136,19 +143,27 @@ class WarpOps:
 
     def softmax(self, tile, i, s, dp, phase):
         """P^T and dS^T, in 16 bit."""
-        call, c, slot = self._call, self._config, i % self._config.stages
+        p, slope = self._probabilities(tile, i, s, phase)
+        ds = p * (dp - self._statistic("delta", i)) * slope
+        return tuple(round_to_16_bit(x, self._config.bf16) for x in (p, ds))
+
+    def _statistic(self, name, i):
+        return self._memory[name][i % self._config.stages].read()[self._columns]
+
+    def _probabilities(self, tile, i, s, phase):
+        """P^T, and the slope of the cap."""
+        call, c = self._call, self._config
         tiles, options, lengths = call.tiles, call.options, call.tiles.lengths(tile)
         block, head = tiles.place(tile, i)
         queries = block * c.tile_m + np.arange(c.tile_m)[self._columns]
         keys = tile.n_block * c.tile_n + np.array(self._keys)[:, None]
-        lse, delta = (self._memory[name][slot].read()[self._columns] for name in ("lse", "delta"))
         scale, slope = np.float32(options.softmax_scale), 1
         if c.softcap:
             within = s * np.float32(options.softmax_scale / options.softcap)
             rest = 1 / (np.exp(2 * np.abs(within)) + 1)
             scale, slope = np.float32(options.softcap), 4 * rest * (1 - rest)
             s = np.tanh(within)
-        s = s * (scale * np.float32(LOG2E)) - lse
+        s = s * (scale * np.float32(LOG2E)) - self._statistic("lse", i)
         if c.alibi:
             bias = options.alibi_slopes[tiles.where(tile).batch, head] * np.float32(LOG2E)
             s = s - bias * np.abs(queries + lengths[1] - lengths[0] - keys).astype(np.float32)
@@ -158,43 +173,45 @@ class WarpOps:
                 for edge in (tiles.blocks.query_begin, tiles.blocks.query_end)
             )
             s = np.where((queries < begins) | ((queries >= ends) & c.left), -np.inf, s)
-        p = np.exp2(s.astype(np.float32))
-        ds = p * (dp - delta) * slope
-        return tuple(round_to_16_bit(x, c.bf16) for x in (p, ds))
+        return np.exp2(s.astype(np.float32)), slope
 
     def put_ds(self, p, ds):
         """dS^T, and P^T where warps with the same keys have split it, into shared memory."""
-        self._memory["ds"][self._warp].write(ds)
+        self._memory["ds"][0][self._mine].write(ds)
         if not self.keeps_p:
-            self._memory["p"][self._warp].write(p)
+            self._memory["p"][0][self._mine].write(p)
 
-    def _of_keys(self, name, mine):
+    def _of_keys(self, name, mine, i):
         """All queries of this warp's keys, of P or dS."""
         if self.keeps_p:
             return mine
-        first = self._warp % self._config.key_warps
-        parts = self._memory[name][first :: self._config.key_warps]
+        first = self._mine % self._config.key_warps
+        parts = self._memory[name][0][first :: self._config.key_warps]
         return np.concatenate([part.read() for part in parts], axis=1)
+
+    def _all(self, name, slot):
+        """All queries of all keys, of P or dS."""
+        c, parts = self._config, [part.read() for part in self._memory[name][slot]]
+        groups = range(0, c.role_warps, c.key_warps)
+        return np.concatenate([np.concatenate(parts[g : g + c.key_warps]) for g in groups], axis=1)
 
     def dv(self, i, p):
         """dV += P^T dO."""
-        self._accumulate(self._dv, self._of_keys("p", p), "do", i)
+        self._accumulate(self._dv, self._of_keys("p", p, i), "do", i)
 
     def dk(self, i, ds):
         """dK += dS^T Q."""
-        self._accumulate(self._dk, self._of_keys("ds", ds), "q", i)
+        self._accumulate(self._dk, self._of_keys("ds", ds, i), "q", i)
 
     def _accumulate(self, acc, a, name, i):
         width = acc.shape[1]
         rows = self._memory[name][i % self._config.stages].read()
-        acc += matmul(a, rows[:, self._part * width : (self._part + 1) * width])
+        acc += matmul(a, rows[:, self._column_part * width : (self._column_part + 1) * width])
 
-    def dq(self):
+    def dq(self, i=0):
         """This warp's part of dQ = dS K."""
-        c, (rows, columns) = self._config, self._dq_part()
-        parts = [part.read() for part in self._memory["ds"]]
-        groups = range(0, c.warps, c.key_warps)
-        ds = np.concatenate([np.concatenate(parts[g : g + c.key_warps]) for g in groups], axis=1)
+        rows, columns = self._dq_part()
+        ds = self._all("ds", i % self._config.ds_slots)
         return matmul(ds[:, rows].T, self._memory["k"].read()[:, columns])
 
     def _dq_part(self):
@@ -241,18 +258,17 @@ class WarpOps:
     def store(self, tile):
         """dK (scaled) and dV, through the memory of K and V."""
         call, c, where = self._call, self._config, self._call.tiles.where(tile)
-        results = {"dk": self._dk * np.float32(call.options.softmax_scale), "dv": self._dv}
-        for name, x in results.items():
-            self._memory[name][self._warp].write(round_to_16_bit(x, c.bf16))
+        for name, x in self._results().items():
+            self._memory[name][self._mine].write(round_to_16_bit(x, c.bf16))
         self.sync()
         first = tile.n_block * c.tile_n
+        strips = c.role_warps // c.column_parts  # of keys, whose parts lie one after another
         for name, target in (("dk", call.dk), ("dv", call.dv)):
+            parts = self._memory[name]
             rows = np.concatenate(
                 [
-                    np.concatenate(
-                        [part.read() for part in self._memory[name][w :: c.key_warps]], 1
-                    )
-                    for w in range(c.key_warps)
+                    np.concatenate([part.read() for part in parts[w::strips]], 1)
+                    for w in range(strips)
                 ]
             )
             mine = range(self._warp, min(c.tile_n, where.stored_k - first), c.warps)
@@ -260,12 +276,75 @@ class WarpOps:
                 at = (where.entry_k, where.row_k + first + row, tile.head_kv)
                 target[at] = rows[row, : target.shape[3]]
 
+    def _results(self):
+        """What this warp has of dK and dV."""
+        return {"dk": self._dk * np.float32(self._call.options.softmax_scale), "dv": self._dv}
+
+
+class TwoRolesOps(WarpOps):
+    """Verbs of ``mma_v`` and ``mma_k``, for one warp."""
+
+    def __init__(self, machine: Machine, call: Call, warp: int, memory: dict, barriers: tuple):
+        super().__init__(machine, call, warp, memory, barriers[0])
+        self._role, self.late_dq = warp // call.config.role_warps, call.config.late_dq
+        self._p, self._ds, self._meeting = *barriers[1:3], barriers[3 + self._role]
+
+    def post_p(self):
+        """``mma_v``: P is there."""
+        self._p.arrive()
+
+    def wait_p(self):
+        """``mma_k``: wait for P."""
+        self._p.sync()
+
+    def post_ds(self):
+        """``mma_k``: dS is there."""
+        self._ds.arrive()
+
+    def wait_ds(self):
+        """``mma_v``: wait for dS."""
+        self._ds.sync()
+
+    def meet_role(self):
+        """Meet the warps of this role."""
+        self._meeting.sync()
+
+    def probabilities(self, tile, i, s, phase):
+        """P^T, in 16 bit."""
+        return round_to_16_bit(self._probabilities(tile, i, s, phase)[0], self._config.bf16)
+
+    def ds(self, i, dp):
+        """dS^T, in 16 bit, of P in shared memory."""
+        p = self._memory["p"][0][self._mine].read()
+        return round_to_16_bit(p * (dp - self._statistic("delta", i)), self._config.bf16)
+
+    def put_p(self, p):
+        """P^T into shared memory."""
+        self._memory["p"][0][self._mine].write(p)
+
+    def put_ds(self, i, ds):
+        """dS^T into shared memory."""
+        self._memory["ds"][i % self._config.ds_slots][self._mine].write(ds)
+
+    def _of_keys(self, name, mine, i):
+        return self._all(name, i % self._config.ds_slots if name == "ds" else 0)
+
+    def add_dq_of(self, tile, i):
+        """Multiply this warp's part of dQ of a step, if there is one, and add it to the sums."""
+        if i >= 0:
+            self.add_dq(tile, i, self.dq(i))
+
+    def _results(self):
+        results = super()._results()
+        return {name: results[name] for name in (("dv",), ("dk",))[self._role]}
+
 
 @dataclass(frozen=True)
 class Variation:
     """What a run may change, to see whether it matters; as in ``sm80_fwd``."""
 
     roles: type = BackwardRoles
+    two_roles: type = TwoBackwardRoles
     strict: bool = True
 
 
@@ -340,19 +419,38 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str):
             )
             for s in range(c.stages)
         ]  # fmt: skip
-    for name, width in (("ds", c.tile_m), ("p", c.tile_m), ("dk", c.tile_d), ("dv", c.tile_dv)):
-        if name not in bases:
-            continue
-        nbytes = ATOM_ROWS * width // c.splits * ELEMENT_BYTES
-        memory[name] = []
-        for warp in range(c.warps):  # those with the same keys side by side
-            at = bases[name] + (warp % c.key_warps * c.splits + warp // c.key_warps) * nbytes
-            shape = (ATOM_ROWS, width // c.splits)
-            memory[name].append(
-                Region(space, f"{prefix}{name} of warp {warp}", at, at + nbytes, shape)
-            )
+    scores = (c.key_atoms * ATOM_ROWS, c.tile_m // c.splits)
+    memory["ds"] = [
+        _parts(space, f"{prefix}ds[{s}]", bases["ds"] + s * c.rows("ds").nbytes, c, scores)
+        for s in range(c.ds_slots)
+    ]
+    if c.passes_p:
+        memory["p"] = [_parts(space, f"{prefix}p", bases["p"], c, scores)]
+    for name, width in (("dk", c.tile_d), ("dv", c.tile_dv)):
+        shape = (c.sum_atoms * ATOM_ROWS, width // c.column_parts)
+        memory[name] = _parts(space, prefix + name, bases[name], c, shape)
     barrier = Barrier(machine, f"{prefix}__syncthreads", c.warps)
-    differentiate, schedule = plain(variation.roles.differentiate), variation.roles()
+    schedule = (variation.two_roles if c.two_roles else variation.roles)()
+    ops_of = WarpOps
+    if c.two_roles:
+        ops_of = TwoRolesOps
+        named = (
+            (BARRIER_P, "P", c.warps),
+            (BARRIER_DS, "dS", c.warps),
+            *((BARRIER_ROLE + n, role.name, c.role_warps) for n, role in enumerate(c.graph.roles)),
+        )
+        barrier = barrier, *(NamedBarrier(machine, *facts, 1) for facts in named)
     for warp in range(c.warps):
-        ops = WarpOps(machine, call, warp, memory, barrier)
-        machine.spawn(f"{prefix}warp {warp}", differentiate, schedule, ops, call.tiles)
+        role = plain(getattr(type(schedule), c.graph.roles[warp // c.role_warps].name))
+        ops = ops_of(machine, call, warp, memory, barrier)
+        machine.spawn(f"{prefix}warp {warp}", role, schedule, ops, call.tiles)
+
+
+def _parts(space, name, base, c, shape):
+    """Parts of an array that warps of a role share, those of the same keys side by side."""
+    nbytes, strips = shape[0] * shape[1] * ELEMENT_BYTES, c.tile_n // shape[0]
+    found = []
+    for warp in range(c.role_warps):
+        at = base + (warp % strips * (c.role_warps // strips) + warp // strips) * nbytes
+        found.append(Region(space, f"{name} of warp {warp}", at, at + nbytes, shape))
+    return found

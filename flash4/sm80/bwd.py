@@ -13,11 +13,13 @@ from flash4.common.graph import WARP
 from flash4.common.kv_sequences import SequenceSchedule, find_tile
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.launch_arguments import fake_backward, sides_of
-from flash4.common.numerics import LOG2E
+from flash4.common.numerics import LOG2E, Factor
 from flash4.common.warps import Warp
 from flash4.sm80.bwd_config import BackwardConfig
 from flash4.sm80.bwd_ops import BackwardOps, RunTime, Shared
 from flash4.sm80.bwd_roles import BackwardRoles
+from flash4.sm80.bwd_two_ops import TwoRolesOps
+from flash4.sm80.bwd_two_roles import TwoBackwardRoles
 from flash4.sm80.fwd_config import SMEM_ALIGN
 from flash4.sm80.products import element
 
@@ -35,7 +37,7 @@ class BackwardSm80:
 
     def __init__(self, config: BackwardConfig):
         self.config = config
-        self.roles = BackwardRoles()
+        self.roles = TwoBackwardRoles() if config.two_roles else BackwardRoles()
 
     def fake_arguments(self):
         """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
@@ -59,7 +61,7 @@ class BackwardSm80:
             n_blocks=keys.slots if c.cu_k else cute.ceil_div(k.shape[1], c.tile_n),
             heads_kv=k.shape[2],
             batch=k.shape[0],
-            ratio=q.shape[2] // k.shape[2],
+            ratio=Factor(Int32(q.shape[2] // k.shape[2])),
         )
         run_time = RunTime(
             lse=lse,
@@ -100,7 +102,7 @@ class BackwardSm80:
             name: smem.allocate(nbytes, byte_alignment=SMEM_ALIGN).toint()
             for name, nbytes in c.graph.allocations().items()
         }
-        ops = BackwardOps(
+        given = dict(
             config=c,
             tiles=tiles,
             run_time=run_time,
@@ -113,9 +115,30 @@ class BackwardSm80:
             shared=Shared(
                 **{name: at.get(name) for name in ("q", "k", "v", "do", "ds", "p", "lse", "delta")}
             ),
-            dk_acc=cute.make_rmem_tensor((4, c.tile_d // 8 // c.splits, 1), Float32),
-            dv_acc=cute.make_rmem_tensor((4, c.tile_dv // 8 // c.splits, 1), Float32),
             thread=thread,
             warp=cute.arch.make_warp_uniform(thread // WARP),
         )
-        self.roles.differentiate(ops, tiles)
+        if cutlass.const_expr(c.two_roles):
+            warp = given["warp"]
+            if warp < c.role_warps:
+                ops = TwoRolesOps(
+                    **given, dk_acc=None, dv_acc=self._sums(c.tile_dv), role=0, role_warp=warp
+                )
+                self.roles.mma_v(ops, tiles)
+            else:
+                ops = TwoRolesOps(
+                    **given,
+                    dk_acc=self._sums(c.tile_d),
+                    dv_acc=None,
+                    role=1,
+                    role_warp=warp - c.role_warps,
+                )
+                self.roles.mma_k(ops, tiles)
+        else:
+            ops = BackwardOps(**given, dk_acc=self._sums(c.tile_d), dv_acc=self._sums(c.tile_dv))
+            self.roles.differentiate(ops, tiles)
+
+    def _sums(self, columns):
+        """Registers of a warp's part of dK or dV."""
+        c = self.config
+        return cute.make_rmem_tensor((4, columns // 8 // c.column_parts, c.sum_atoms), Float32)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from flash4.common.geometry import ceil_div
 from flash4.common.graph import WARP, Buffer, PipelineGraph, Role, launch_registers
 from flash4.common.launch_facts import BackwardLaunch
 from flash4.sm80.fwd_config import (
@@ -16,6 +17,8 @@ from flash4.sm80.fwd_config import (
 from flash4.sm80.shared_rows import SharedRows
 
 FLOAT_BYTES = 4
+DIM_PAIR = 16  # columns of what ldmatrix reads at once
+DQ_NUMBERS = 64  # of dQ that a thread has at once, beside 128 of dK and dV
 
 # Features of a call whose gradients are not built: field of the problem -> what to ask for instead.
 UNBUILT = {
@@ -37,6 +40,9 @@ class BackwardConfig(BackwardLaunch):
         warps: of a CTA.
         key_warps: that share the keys of a tile, 16 to each; more warps than that split queries, and columns of dK and
             dV, among them.
+        two_roles: half of the warps multiply S and dV, the others dP and dK: each has 32 keys of S or dP, and all keys of
+            some columns of dV or dK.
+        late_dq: of two roles; dQ of a step is multiplied in the next one, beside its exponentials.
         stages: slots of Q and dO. With one the next step's are copied when this one is done.
         ctas_per_sm: CTAs that share a multiprocessor: registers are limited accordingly.
         left: a window limits the keys before a query's own position; its side is a run-time value.
@@ -59,6 +65,8 @@ class BackwardConfig(BackwardLaunch):
     key_warps: int = 8
     stages: int = 2
     ctas_per_sm: int = 1
+    two_roles: bool = False
+    late_dq: bool = False
     left: bool = False
     right: bool = False
     softcap: bool = False
@@ -73,10 +81,19 @@ class BackwardConfig(BackwardLaunch):
         for name, size in (("tile_d", self.tile_d), ("tile_dv", self.tile_dv)):
             if size % DIM_STEP or not DIM_STEP <= size <= MAX_HEAD_DIM:
                 raise ValueError(f"{name} is {size}; supported are multiples of {DIM_STEP} to 256")
-        if self.warps not in (4, 8) or self.warps not in (self.key_warps, 2 * self.key_warps):
+        if self.warps not in (4, 8) or self.role_warps not in (self.key_warps, 2 * self.key_warps):
             raise ValueError(
                 f"{self.warps} warps, {self.key_warps} to the keys; supported are 4 and 8, all or half of them"
             )
+        if self.two_roles and (self.warps != 8 or self.softcap or self.ordered):
+            raise ValueError("two roles need 8 warps; they have no softcap and no order of sums")
+        for size in (self.tile_d, self.tile_dv):
+            if size % (self.column_parts * DIM_PAIR):
+                raise ValueError(
+                    f"{size} columns of dK or dV cannot be shared out to {self.column_parts} warps, by {DIM_PAIR}"
+                )
+        if self.late_dq and not self.two_roles:
+            raise ValueError("late_dq is of two roles")
         if self.tile_m % DIM_STEP or self.tile_m <= 0:
             raise ValueError(f"tile_m is {self.tile_m}; supported are multiples of {DIM_STEP}")
         if query_warps(self.tile_m, self.tile_d, self.warps) is None:
@@ -98,8 +115,38 @@ class BackwardConfig(BackwardLaunch):
 
     @property
     def splits(self) -> int:
-        """Warps that share 16 keys."""
-        return self.warps // self.key_warps
+        """Warps of a role that share keys."""
+        return self.role_warps // self.key_warps
+
+    @property
+    def role_warps(self) -> int:
+        """Warps of a role."""
+        return self.warps // 2 if self.two_roles else self.warps
+
+    @property
+    def key_atoms(self) -> int:
+        """Times 16 keys that a warp has of S or dP."""
+        return 2 if self.two_roles else 1
+
+    @property
+    def sum_atoms(self) -> int:
+        """Times 16 keys that a warp has of dK or dV."""
+        return self.tile_n // ATOM_ROWS if self.two_roles else 1
+
+    @property
+    def column_parts(self) -> int:
+        """Warps that split the columns of dK, or of dV, among them."""
+        return self.role_warps if self.two_roles else self.splits
+
+    @property
+    def passes_p(self) -> bool:
+        """P goes through shared memory, too."""
+        return self.splits > 1
+
+    @property
+    def ds_slots(self) -> int:
+        """Slots of dS."""
+        return 2 if self.late_dq else 1
 
     @property
     def threads(self) -> int:
@@ -109,7 +156,7 @@ class BackwardConfig(BackwardLaunch):
     @property
     def tile_n(self) -> int:
         """Keys per tile."""
-        return self.key_warps * ATOM_ROWS
+        return self.key_warps * self.key_atoms * ATOM_ROWS
 
     @property
     def query_warps(self) -> int:
@@ -120,6 +167,12 @@ class BackwardConfig(BackwardLaunch):
     def dq_shape(self) -> tuple[int, int]:
         """(queries, columns) of dQ that one warp multiplies."""
         return self.tile_m // self.query_warps, self.tile_d * self.query_warps // self.warps
+
+    @property
+    def dq_passes(self) -> int:
+        """Products that a warp makes of its part of dQ, one behind the other: of as many columns as fit its registers."""
+        rows, columns = self.dq_shape
+        return ceil_div(rows * columns, DQ_NUMBERS * WARP)
 
     def rows(self, name: str) -> SharedRows:
         """An array in shared memory; of q and do a slot."""
@@ -140,23 +193,34 @@ class BackwardConfig(BackwardLaunch):
 
     @property
     def graph(self) -> PipelineGraph:
-        """The one role, and shared memory; slots need no barriers but that of the CTA."""
-        role = Role("differentiate", range(self.warps // 4), self.warps, self.registers)
-        once = ("k", "v", "ds", "p") if self.splits > 1 else ("k", "v", "ds")
+        """The roles, and shared memory; slots need no barriers but that of the CTA."""
+        names = ("mma_v", "mma_k") if self.two_roles else ("differentiate",)
+        groups = self.role_warps // 4
+        roles = tuple(
+            Role(name, range(n * groups, (n + 1) * groups), self.role_warps, self.registers)
+            for n, name in enumerate(names)
+        )
+        once = ("k", "v", "p") if self.passes_p else ("k", "v")
         buffers = (
             *(Buffer(name, self.rows(name).nbytes) for name in once),
+            Buffer("ds", self.ds_slots * self.rows("ds").nbytes),
             *(Buffer(name, self.stages * self.rows(name).nbytes) for name in ("q", "do")),
             *(Buffer(name, self.stages * self.statistics_bytes) for name in ("lse", "delta")),
             Buffer("dk", self.rows("k").nbytes, borrows="k"),
             Buffer("dv", self.rows("v").nbytes, borrows="v"),
         )
-        return PipelineGraph(roles=(role,), rings=(), buffers=buffers)
+        return PipelineGraph(roles=roles, rings=(), buffers=buffers)
 
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA; each array begins at a multiple of the swizzle's."""
         sizes = self.graph.allocations().values()
         return sum(-(-nbytes // SMEM_ALIGN) * SMEM_ALIGN for nbytes in sizes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether any card that may try it holds it."""
+        return HOPPER.holds(self)
 
     @property
     def registers(self) -> int:

@@ -5,6 +5,7 @@ Rows of S and dP are keys. Accumulators are as in ``products``: this thread's co
 """
 
 from dataclasses import dataclass
+from itertools import product
 
 import cutlass
 import cutlass.cute as cute
@@ -100,8 +101,8 @@ class BackwardOps:
     dk_out: cute.Tensor  # (B, Sk, Hkv, D)
     dv_out: cute.Tensor  # (B, Sk, Hkv, Dv)
     shared: Shared
-    dk_acc: cute.Tensor  # (4, tile_d / 8 / splits, 1)
-    dv_acc: cute.Tensor  # (4, tile_dv / 8 / splits, 1)
+    dk_acc: object  # (4, tile_d / 8 / column_parts, sum_atoms); None in a role without dK
+    dv_acc: object  # the same of tile_dv
     thread: Int32
     warp: Int32
 
@@ -113,7 +114,7 @@ class BackwardOps:
     @property
     def keeps_p(self) -> bool:
         """Whether P and dS of a warp's keys are its own."""
-        return self.config.splits == 1
+        return not self.config.passes_p
 
     @property
     def lane(self):
@@ -123,12 +124,22 @@ class BackwardOps:
     @property
     def first_row(self):
         """First of this warp's keys in the tile."""
-        return self.warp % self.config.key_warps * ATOM_ROWS
+        return self.warp % self.config.key_warps * (self.config.key_atoms * ATOM_ROWS)
 
     @property
     def part(self):
-        """Which part of the queries, and of the columns of dK and dV, this warp has of those with the same keys."""
+        """Which part of the queries this warp has of those with the same keys."""
         return self.warp // self.config.key_warps
+
+    @property
+    def first_sum_row(self):
+        """First of this warp's keys of dK or dV."""
+        return self.first_row
+
+    @property
+    def column_part(self):
+        """Which part of the columns of dK or dV this warp has."""
+        return self.part
 
     def phases(self, tile):
         """See ``KvSteps.phases``."""
@@ -136,8 +147,9 @@ class BackwardOps:
 
     def begin(self, tile):
         """dK = dV = 0."""
-        self.dk_acc.fill(0.0)
-        self.dv_acc.fill(0.0)
+        for acc in (self.dk_acc, self.dv_acc):
+            if acc is not None:
+                acc.fill(0.0)
 
     # Copies.
 
@@ -202,19 +214,24 @@ class BackwardOps:
         c = self.config
         (rows_a, base_a), (rows_b, base_b) = a, b
         columns = c.tile_m // c.splits
-        acc = cute.make_rmem_tensor((4, columns // 8, 1), Float32)
+        acc = cute.make_rmem_tensor((4, columns // 8, c.key_atoms), Float32)
         acc.fill(0.0)
         lane = self.lane
         at_a = base_a + rows_a.of_lane(lane, by_columns=False) + self.first_row * rows_a.row_bytes
         at_b = base_b + rows_b.of_lane(lane, by_columns=True) + i % c.stages * rows_b.nbytes
         at_b = at_b + self.part * (columns * rows_b.row_bytes)
         for step in range(rows_a.columns // 16):
-            a_atom = ldmatrix(element(c), rows_a.pair_at(at_a, step), False)
+            a = self._atoms(rows_a, rows_a.pair_at(at_a, step), c.key_atoms)
             at = rows_b.pair_at(at_b, step)
             for group in range(0, columns // 8, 2):
                 b_atom = ldmatrix(element(c), at + group * 8 * rows_b.row_bytes, False)
-                multiply(c, acc, [a_atom], b_atom, group)
+                multiply(c, acc, a, b_atom, group)
         return acc
+
+    def _atoms(self, rows, at, count):
+        """16 columns of 16 rows, and of those behind them."""
+        down = ATOM_ROWS * rows.row_bytes
+        return [ldmatrix(element(self.config), at + m * down, False) for m in range(count)]
 
     def s(self, i):
         """S^T = K Q^T."""
@@ -232,7 +249,7 @@ class BackwardOps:
 
     def dk(self, i, ds):
         """dK += dS^T Q."""
-        self._accumulate(self.dk_acc, ds, self.shared.ds, ("q", self.shared.q), i)
+        self._accumulate(self.dk_acc, ds, self._ds(i), ("q", self.shared.q), i)
 
     def _accumulate(self, acc, a, base_a, b, i):
         """Add the product of P or dS, from registers or else shared memory, and columns of dO or Q."""
@@ -240,31 +257,34 @@ class BackwardOps:
         rows, rows_a, lane = c.rows(name), c.rows("ds"), self.lane
         at_b = base + rows.of_lane(lane, by_columns=False) + i % c.stages * rows.nbytes
         count = acc.shape[1] // 2
-        pairs = rows.run_of_pairs(at_b, self.part * count if c.splits > 1 else 0, count)
+        pairs = rows.run_of_pairs(
+            at_b, self.column_part * count if c.column_parts > 1 else 0, count
+        )
         at_a = 0
         if not self.keeps_p:
             at_a = base_a + rows_a.of_lane(lane, by_columns=False)
-            at_a = at_a + self.first_row * rows_a.row_bytes
+            at_a = at_a + self.first_sum_row * rows_a.row_bytes
         for step in range(c.tile_m // 16):
             if self.keeps_p:
-                a_atom = cute.make_tensor(a.iterator + 8 * step, cute.make_layout(8))
+                atoms = [cute.make_tensor(a.iterator + 8 * step, cute.make_layout(8))]
             else:
-                a_atom = ldmatrix(element(c), rows_a.pair_at(at_a, step), False)
+                atoms = self._atoms(rows_a, rows_a.pair_at(at_a, step), c.sum_atoms)
             for number, at in enumerate(pairs):
                 b_atom = ldmatrix(element(c), at + step * KEY_STEP * rows.row_bytes, True)
-                multiply(c, acc, [a_atom], b_atom, 2 * number)
+                multiply(c, acc, atoms, b_atom, 2 * number)
 
-    def dq(self):
-        """This warp's part of dQ = dS K."""
+    def dq(self, i=0, number=0):
+        """This warp's part of dQ = dS K, or that of a number of ``dq_passes``."""
         c, lane = self.config, self.lane
         queries, columns = c.dq_shape
+        columns = columns // c.dq_passes
         rows_ds, rows_k = c.rows("ds"), c.rows("k")
         dQ = cute.make_rmem_tensor((4, columns // 8, queries // 16), Float32)
         dQ.fill(0.0)
-        at_ds = self.shared.ds + rows_ds.of_lane(lane, by_columns=True)
+        at_ds = self._ds(i) + rows_ds.of_lane(lane, by_columns=True)
         at_k = self.shared.k + rows_k.of_lane(lane, by_columns=False)
         first_query = self.warp % c.query_warps * (queries // 16)
-        first_column = self.warp // c.query_warps * (columns // 16)
+        first_column = (self.warp // c.query_warps * c.dq_passes + number) * (columns // 16)
         at_ds = rows_ds.run_of_pairs(at_ds, first_query, queries // 16)
         at_k = rows_k.run_of_pairs(at_k, first_column, columns // 16)
         for step in range(c.tile_n // KEY_STEP):
@@ -273,6 +293,13 @@ class BackwardOps:
             for number, at in enumerate(at_k):
                 multiply(c, dQ, ds, ldmatrix(element(c), at + down_k, True), 2 * number)
         return dQ
+
+    def _ds(self, i):
+        """Where dS of a step is."""
+        c = self.config
+        if c.ds_slots == 1:
+            return self.shared.ds
+        return self.shared.ds + i % c.ds_slots * c.rows("ds").nbytes
 
     # P and dS.
 
@@ -329,7 +356,7 @@ class BackwardOps:
         c, tiles, (block, head) = self.config, self.tiles, self.tiles.place(tile, i)
         lengths, first_query = tiles.lengths(tile), block * c.tile_m + first
         key = tile.n_block * c.tile_n + self.first_row + lane // 4
-        keys, slope_log2 = (key, key + 8), None
+        keys, slope_log2 = tuple(key + 8 * r for r in range(2 * c.key_atoms)), None
         if c.alibi:
             slope_log2 = self.run_time.slopes[tiles.where(tile).batch, head] * LOG2E
         return StepPlace(
@@ -371,30 +398,34 @@ class BackwardOps:
         turns = self.run_time.turns[where.entry_q, head, where.slot_q + block, None]
         return turns.iterator.toint()
 
-    def add_dq(self, tile, i, dq):
+    def add_dq(self, tile, i, dq, number=0):
         """Sums += dQ, for the queries of step ``i``; see ``fragments.warp_dq_place`` for their order."""
         (block, head), where = self.tiles.place(tile, i), self.tiles.where(tile)
         sums = self.run_time.sums[where.entry_q, head, where.slot_q + block, None]
         address = (sums.iterator + self.thread).toint()
-        for number in range(cute.size(dq)):
-            offset = number * self.config.threads * FLOAT_BYTES
-            add_float(address + Int64(offset), dq[number])
+        numbers, groups, atoms = dq.shape
+        for m, group, k in product(range(atoms), range(groups), range(numbers)):
+            place = (m * self.config.dq_passes + number) * groups + group
+            offset = (place * numbers + k) * self.config.threads * FLOAT_BYTES
+            add_float(address + Int64(offset), dq[k, group, m])
 
     # Results.
 
     def store(self, tile):
         """dK (scaled) and dV of this warp's keys to global memory, through the memory of K and V."""
         c, shared = self.config, self.shared
-        for number in range(cute.size(self.dk_acc)):
-            self.dk_acc[number] = self.dk_acc[number] * self.run_time.scale
+        if self.dk_acc is not None:
+            for number in range(cute.size(self.dk_acc)):
+                self.dk_acc[number] = self.dk_acc[number] * self.run_time.scale
         outs = (
             (self.dk_acc, self.dk_out, "k", shared.k),
             (self.dv_acc, self.dv_out, "v", shared.v),
         )
         for acc, _, name, base in outs:
-            groups = acc.shape[1]
-            first_group = self.part * groups if c.splits > 1 else 0
-            stage_rows(c, acc, base, c.rows(name), self.first_row, self.lane, first_group)
+            if acc is not None:
+                groups = acc.shape[1]
+                first_group = self.column_part * groups if c.column_parts > 1 else 0
+                stage_rows(c, acc, base, c.rows(name), self.first_sum_row, self.lane, first_group)
         self.sync()
         for _, x, name, base in outs:
             self._store_rows(tile, x, c.rows(name), base)

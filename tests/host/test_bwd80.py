@@ -70,11 +70,16 @@ def test_each_number_of_dq_has_one_place(config):
         assert max(cols) - min(cols) < columns
 
 
+TWO_ROLES = {"warps": 8, "key_warps": 2, "two_roles": True, "tile_m": 64}
 TILES = (
     {"warps": 4, "key_warps": 4},
     {"warps": 4, "key_warps": 4, "stages": 1},
     {"warps": 4, "key_warps": 2},
     {"warps": 8, "key_warps": 4, "tile_m": 64},
+    TWO_ROLES,
+    TWO_ROLES | {"stages": 1},
+    TWO_ROLES | {"late_dq": True},
+    TWO_ROLES | {"late_dq": True, "stages": 1},
 )
 
 
@@ -92,6 +97,8 @@ def test_gradients_of_every_feature(problem, tile, deterministic, seed):
     config, _ = bwd_config.HOPPER.choose_config(facts)
     tile = {"tile_m": 32, "stages": 2} | tile
     assume(bwd_config.query_warps(tile["tile_m"], config.tile_d, tile["warps"]))
+    if tile.get("two_roles"):
+        assume(not (config.softcap or config.ordered or config.tile_d % 64 or config.tile_dv % 64))
     config = replace(config, **tile)
     assume(config.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT)
     out, lse = reference.attention(*inputs, return_lse=True, **keywords)
@@ -136,6 +143,10 @@ def test_every_order_of_a_small_problem():
         ({"tile_m": 16}, "tile_m is 16"),
         ({"tile_m": 32, "tile_d": 96, "warps": 8, "key_warps": 8}, "cannot be shared out"),
         ({"stages": 3}, "stages is 3"),
+        (TWO_ROLES | {"softcap": True}, "two roles need 8 warps"),
+        (TWO_ROLES | {"warps": 4}, "two roles need 8 warps"),
+        ({"late_dq": True}, "late_dq is of two roles"),
+        (TWO_ROLES | {"tile_d": 128, "tile_dv": 96}, "96 columns of dK or dV cannot be shared out"),
         ({"causal": True, "right": True}, "exclude each other"),
     ],
 )

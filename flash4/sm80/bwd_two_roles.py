@@ -1,0 +1,88 @@
+"""Schedule of the Ampere backward for head dims above 128: half of the warps keep dV, the others dK; see ``bwd_roles``.
+
+S^T and P^T are one half's, dP^T and dS^T the other's; both reach each other through shared memory, in 16 bit. A warp that
+has 32 keys of one product, and all keys of some columns of one sum, reads less shared memory than one that has half as
+much of each. And while one half takes exponentials, the other multiplies.
+"""
+
+import cutlass.cute as cute
+
+
+class TwoBackwardRoles:
+    """The two roles; the warps of both copy, and both add half of dQ."""
+
+    @cute.jit
+    def mma_v(self, ops, tiles):
+        """S, P, dV, and its half of dQ."""
+        tile = tiles.first()
+        if tile.valid:
+            ops.begin(tile)  # dV = 0
+            ops.copy_keys(tile)
+            ops.copy_step(tile, 0)
+            ops.commit()
+            for phase in ops.phases(tile):  # masked steps, then the others: unrolled
+                for i in range(phase.begin, phase.end):
+                    ops.wait_copies()  # this warp's part of step i has landed
+                    ops.sync()  # and so have all others'; all are through with the step before
+                    if ops.copies_ahead:
+                        ops.copy_step(tile, i + 1)
+                        ops.commit()
+                    s = ops.s(i)  # S^T = K Q^T
+                    p = ops.probabilities(tile, i, s, phase)  # P = exp(S - LSE)
+                    ops.put_p(p)
+                    ops.post_p()
+                    ops.meet_role()  # P of all keys is there
+                    ops.dv(i, p)  # dV += P^T dO
+                    if ops.late_dq:
+                        ops.add_dq_of(tile, i - 1)  # whose dS is there since the step began
+                    if not ops.copies_ahead:
+                        ops.sync()  # nobody reads this step's Q and dO any more
+                        ops.copy_step(tile, i + 1)
+                        ops.commit()
+                    if not ops.late_dq:
+                        if ops.copies_ahead:
+                            ops.wait_ds()
+                        ops.add_dq_of(tile, i)  # dQ = dS K
+            ops.sync()
+            if ops.late_dq:
+                ops.add_dq_of(tile, tile.steps - 1)
+                ops.sync()  # nobody reads K any more
+            ops.store(tile)  # dV, through the memory of V
+
+    @cute.jit
+    def mma_k(self, ops, tiles):
+        """dP, dS, dK, and its half of dQ."""
+        tile = tiles.first()
+        if tile.valid:
+            ops.begin(tile)  # dK = 0
+            ops.copy_keys(tile)
+            ops.copy_step(tile, 0)
+            ops.commit()
+            for phase in ops.phases(tile):
+                for i in range(phase.begin, phase.end):
+                    ops.wait_copies()
+                    ops.sync()
+                    if ops.late_dq:
+                        ops.add_dq_of(tile, i - 1)
+                    if ops.copies_ahead:
+                        ops.copy_step(tile, i + 1)
+                        ops.commit()
+                    dp = ops.dp(i)  # dP^T = V dO^T
+                    ops.wait_p()
+                    ds = ops.ds(i, dp)  # dS = P (dP - D)
+                    ops.put_ds(i, ds)
+                    if ops.copies_ahead and not ops.late_dq:
+                        ops.post_ds()
+                    ops.meet_role()  # dS of all keys is there
+                    ops.dk(i, ds)  # dK += dS^T Q
+                    if not ops.copies_ahead:
+                        ops.sync()
+                        ops.copy_step(tile, i + 1)
+                        ops.commit()
+                    if not ops.late_dq:
+                        ops.add_dq_of(tile, i)
+            ops.sync()
+            if ops.late_dq:
+                ops.add_dq_of(tile, tile.steps - 1)
+                ops.sync()
+            ops.store(tile)  # dK, through the memory of K
