@@ -610,6 +610,15 @@ def attention_backward(
     return Gradients(dq, dk.to(call.dtype), dv.to(call.dtype), dsink if has_sink else None)
 
 
+_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+
+
+def _at_risk(x: Tensor, p: Tensor, factor: float) -> Tensor:
+    """x, times a factor where float32 may flush it, or the probability p behind it, to 0."""
+    lost = (p < _SMALLEST_NORMAL) | (x.abs() < _SMALLEST_NORMAL)
+    return torch.where(lost, x * factor, x)
+
+
 def rounding_noise(
     q: Tensor,
     k: Tensor,
@@ -631,6 +640,8 @@ def rounding_noise(
 
     `eps n_i` is the error of delta_i, and goes back through score_mod and softcap as ds does. Real
     rounding errors are spread evenly up to eps/2, so that these are some five standard deviations.
+    P and dS below the smallest normal float32 may be flushed to 0, all of a sum alike: their error is
+    all of them, times the root of the number of terms.
 
     Args:
         q: as in `attention_forward`; its dtype decides eps.
@@ -644,6 +655,8 @@ def rounding_noise(
         float64 tensors, laid out like what they belong to.
     """
     call = _Call((q, k, v), options, torch.float64)
+    eps = torch.finfo(q.dtype).eps
+    flushed = math.sqrt(q.shape[:-1].numel() + k.shape[:-1].numel()) / eps
     new = functools.partial(torch.zeros, dtype=torch.float64, device=q.device)
     out = new(*q.shape[:-1], v.shape[-1])
     dq, dk, dv, dsink = new(q.shape), new(k.shape), new(v.shape), new(call.heads)
@@ -654,7 +667,7 @@ def rounding_noise(
     with torch.no_grad():
         for tile in call.tiles():
             softmax = _softmax(call, tile)
-            p_square = softmax.p_dropped.square()
+            p_square = _at_risk(softmax.p_dropped, softmax.p, flushed).square()
             out_part = _times_kv(p_square, tile.v.square())
             call.query_rows(out, tile).copy_(out_part.transpose(1, 2))
             if dout is None:
@@ -662,7 +675,8 @@ def rounding_noise(
             grad = _score_gradient(call, tile, softmax, dout, dlse)
             n = (grad.dout * grad.out).square().sum(-1, keepdim=True).sqrt()
             p_n = _unmodified(call, tile, softmax, softmax.p * n)
-            ds_square, q_scaled = grad.ds.square(), tile.q * call.scale
+            ds_square = _at_risk(grad.ds, softmax.p, flushed).square()
+            q_scaled = tile.q * call.scale
             dq_part = _times_kv(ds_square, tile.k.square()) + _times_kv(p_n, tile.k).square()
             dq_part = descaled("q", dq_part * call.scale**2, tile)
             call.query_rows(dq, tile).copy_(dq_part.transpose(1, 2))
@@ -672,7 +686,6 @@ def rounding_noise(
             dv_part = _sum_over_queries(p_square, grad.dout.square(), heads_kv)
             call.add_to_keys(dv, descaled("v", dv_part, tile), tile)
             dsink[tile.heads] += (softmax.p_sink * n[..., 0]).square().sum((0, 2))
-    eps = torch.finfo(q.dtype).eps
     return Noise(*(eps * square.sqrt() for square in (out, dq, dk, dv, dsink)))
 
 

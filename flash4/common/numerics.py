@@ -28,6 +28,12 @@ def float_bits(x):
     return Int32(inline_ptx(T.i32(), "=r,f", "mov.b32 $0, $1;", Float32(x)))
 
 
+def copysign(x, sign):
+    """x >= 0 with the sign of another number."""
+    text = "copysign.f32 $0, $2, $1;"
+    return Float32(inline_ptx(T.f32(), "=f,f,f", text, Float32(x), Float32(sign)))
+
+
 def undefined():
     """Return a float32 register with no defined value, and no dependence on what was in it."""
     return Float32(inline_ptx(T.f32(), "=f", ""))
@@ -154,6 +160,28 @@ def tanh_and_slope(x):
     far = cutlass.select_(x < 0.0, -far, far)
     tanh_x = cutlass.select_(square < TANH_SERIES_END**2, x + x * factor, far)
     return tanh_x, 4.0 * r * (1.0 - r)
+
+
+def near_end(scale):
+    """Largest |y| for ``near_tanh_and_slope(scale y)``."""
+    return TANH_NEAR_END / cute.math.absf(scale)
+
+
+def near_tanh_and_slope(x):
+    """The same for |x| up to ``TANH_NEAR_END``, in six instructions."""
+    square = x * x
+    factor = Float32(TANH_NEAR[-1])
+    for coefficient in TANH_NEAR[-2::-1]:
+        factor = factor * square + coefficient
+    tanh_x = x * factor
+    return tanh_x, 1.0 - tanh_x * tanh_x
+
+
+def far_tanh_and_slope(x):
+    """The same, tanh x to an absolute error of 5.2e-7: near 0 it has few digits; see ``tanh_and_slope`` for the slope."""
+    e = cute.math.exp2(cute.math.absf(x) * (2 * LOG2E), fastmath=True)
+    r = cute.arch.rcp_approx(e + 1.0)
+    return copysign(1.0 - 2.0 * r, x), 4.0 * r * (1.0 - r)
 
 
 @cute.jit

@@ -32,7 +32,7 @@ from flash4.common.kv_one_tile import TILE_WORDS, OneTile
 from flash4.common.kv_sequences import SequenceSchedule
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
 from flash4.common.launch_arguments import aux_of, entry_rows, fake_backward, sides_of
-from flash4.common.numerics import LOG2E, opaque
+from flash4.common.numerics import LOG2E, near_end, opaque
 from flash4.common.tma_views import (
     permuted_view,
     ragged_rows_view,
@@ -493,6 +493,7 @@ class BackwardSm90:
             score_scale=run_time.scale * self._score_unit(),
             cap=run_time.cap,
             cap_scale=run_time.cap_scale,
+            near_end=near_end(run_time.cap_scale) if c.near_cap else None,
             thread=thread,
             warpgroup=group,
         )

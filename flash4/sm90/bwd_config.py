@@ -25,6 +25,8 @@ TILE_SLOTS = 2  # of the ring of tiles, where they are handed out
 class BackwardFacts(BackwardLaunch):
     """What follows from the fields of any Hopper backward's config."""
 
+    near_cap = False  # unless a config has it as a field
+
     def check_mods(self):
         """Check that the mods go together.
 
@@ -79,6 +81,7 @@ class BackwardConfig(BackwardFacts):
         left: a window limits the keys before a query's own position; its side is a run-time value.
         right: a window limits the keys after it, and lets some through (none is ``causal``).
         softcap: scores are capped; the cap is a run-time value.
+        near_cap: where no score of a warp's step is large beside the cap, its tanh is a polynomial.
         alibi: scores lose a slope of their head times the distance between query and key.
         ordered: tiles add to dQ in a fixed order, so that it is bitwise repeatable.
         late: a step multiplies dQ of the step before, so that the warpgroups need not keep step.
@@ -108,6 +111,7 @@ class BackwardConfig(BackwardFacts):
     left: bool = False
     right: bool = False
     softcap: bool = False
+    near_cap: bool = False
     alibi: bool = False
     ordered: bool = False
     late: bool = False
@@ -270,15 +274,8 @@ def choose_config(problem) -> tuple[BackwardConfig, tuple[str, ...]]:
     import torch
 
     tile_d, tile_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
-    if problem.softcap and (tile_d, tile_dv) == (96, 128):
-        tile_d = (
-            128  # a tanh leaves registers for steps of 48 queries only, which need dQ to be swapped
-        )
-    turns = problem.window_left and problem.deterministic
-    if problem.softcap and problem.varlen and turns and (tile_d, tile_dv) == (128, 96):
-        tile_dv = 128  # 64 queries would spill
     if has_mods(problem) and not (tile_d == tile_dv == 64 and not problem.aux):
-        tile_d = 128  # likewise: fewer of them need dQ to be swapped
+        tile_d = 128  # steps of few queries need dQ to be swapped
     tile, why = choose_tile(tile_d, tile_dv, problem)
     config = BackwardConfig(
         bf16=problem.dtype == torch.bfloat16,
@@ -288,6 +285,7 @@ def choose_config(problem) -> tuple[BackwardConfig, tuple[str, ...]]:
         left=problem.window_left,
         right=problem.window_right,
         softcap=problem.softcap,
+        near_cap=problem.softcap and not has_mods(problem),
         alibi=problem.alibi,
         ordered=problem.deterministic,
         cu_q=problem.cu_q,
@@ -316,7 +314,8 @@ def choose_tile(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
     windows_of_sequences = problem.varlen and problem.window_left
     if problem.softcap:
         if tile_d == tile_dv == 128:
-            tile = {"tile_m": 48, "swap_dq": True}
+            crowded = problem.window_left and problem.deterministic
+            tile = {"tile_m": 48 if crowded else 64, "swap_dq": True}
     elif tile_d == tile_dv == 64 and not problem.deterministic and not windows_of_sequences:
         tile = {"tile_m": 128}
     elif tile_d == 128 and not (tile_dv == 128 and problem.deterministic and problem.window_left):
@@ -366,5 +365,10 @@ def choose_order(config: BackwardConfig, problem) -> tuple[dict, tuple[str, ...]
         fields |= {"late": True, "alternate": True}
         reasons.append(
             f"dQ a step late, and products by turns: from {LATE_QUERIES} queries on tiles are long enough for it to pay"
+        )
+    elif config.near_cap and config.tile_d == config.tile_dv == MAX_HEAD_DIM:
+        fields["late"] = True
+        reasons.append(
+            "dQ a step late: warpgroups need not keep step while they work out a cap's tanh"
         )
     return fields, tuple(reasons)

@@ -33,6 +33,9 @@ BARRIER_DS_EMPTY = (
 )
 BARRIER_TURN = 12  # one per MMA warpgroup: 12, 13
 EXCHANGE_THREADS = 2 * WARPGROUP
+PARTS_OF_CAP = (
+    2  # of a step, each of whose scores are near zero or not: fewer registers than with one
+)
 BOX_THREADS = WARPGROUP + WARP  # a warpgroup that fills the box of dQ, and the warp that empties it
 
 
@@ -475,6 +478,7 @@ class MmaOps:
     score_scale: Float32  # the same; in log2 units unless the config is natural, as is the cap
     cap: object  # None without one
     cap_scale: object  # factor of a score within the cap; None without one
+    near_end: object  # largest |product| whose tanh is taken by a polynomial; None if no one's is
     thread: Int32  # in the warpgroup
     warpgroup: Int32  # among the MMA warpgroups
 
@@ -551,22 +555,43 @@ class MmaOps:
         c, S = self.config, rows_of(s)
         lse = self._columns(self.sLSE, q_slot)
         place = self._place(tile, i) if phase.masked or c.alibi or c.has_mods else None
-        pairs = cute.make_tensor(self.tDVrP.iterator, cute.make_layout((2, cute.size(s) // 2)))
+        columns = cute.size(S) // 2
+        if c.near_cap:
+            for begin in range(0, columns, columns // PARTS_OF_CAP):
+                part = (begin, begin + columns // PARTS_OF_CAP)
+                self._near_or_far(S, lse, place, phase.masked, part)
+        else:
+            self._exponentials(S, lse, place, phase.masked, (0, columns), self._score)
+        return Scores(s, phase.masked, place, q_slot)
+
+    @cute.jit
+    def _near_or_far(
+        self, S: cute.Tensor, lse, place, masked: cutlass.Constexpr, part: cutlass.Constexpr
+    ):
+        """``_exponentials`` with a cap; for a warp at a time its tanh is a polynomial where its largest score allows."""
+        used = numerics.largest_pair_bits([S[r, j] for j in range(*part) for r in range(2)])
+        if cute.arch.vote_any_sync(used > numerics.float_bits(self.near_end)):
+            self._exponentials(S, lse, place, masked, part, self._far_score)
+        else:
+            self._exponentials(S, lse, place, masked, part, self._near_score)
+
+    def _exponentials(self, S, lse, place, masked, part, score):
+        """P of columns from one to another in 16 bit, and in place of their S what dS takes; ``score`` caps and scales."""
+        c = self.config
+        pairs = cute.make_tensor(self.tDVrP.iterator, cute.make_layout((2, cute.size(S) // 2)))
         pair = cute.make_rmem_tensor(2, Float32)
-        for n in range(cute.size(s) // 2):
+        for n in range(*part):
             r, columns = n % 2, (n // 2 * 2, n // 2 * 2 + 1)
             for j in columns:
-                found = self._pair(place, phase.masked, (r, j), S[r, j], lse[j])
+                found = self._pair(place, masked, (r, j), score(S[r, j]), lse[j])
                 pair[j % 2] = found.p
                 if not c.score_mod:
                     S[r, j] = found.p if found.slope is None else found.p * found.slope
             pairs[None, n].store(pair.load().to(element(c)))
-        return Scores(s, phase.masked, place, q_slot)
 
-    def _pair(self, place, masked, at, product, lse):
-        """What is known of the pair of row and column ``at``, from its product and its query's LSE."""
-        c, seen = self.config, None
-        score, slope = self._score(product)
+    def _pair(self, place, masked, at, found, lse):
+        """What is known of the pair of row and column ``at``, from its score with its slope, and its query's LSE."""
+        c, seen, (score, slope) = self.config, None, found
         if c.natural:
             score = score - self._bias(place, *at) if c.alibi else score
             modified = mods.function(c.score_mod)(score, *place.mods.at(*at, self.aux))
@@ -590,6 +615,16 @@ class MmaOps:
         if not self.config.softcap:
             return product * self.score_scale, None
         capped, slope = numerics.tanh_and_slope(product * self.cap_scale)
+        return capped * self.cap, slope
+
+    def _near_score(self, product):
+        """The same for |product| up to ``near_end``."""
+        capped, slope = numerics.near_tanh_and_slope(product * self.cap_scale)
+        return capped * self.cap, slope
+
+    def _far_score(self, product):
+        """The same beside a |product| beyond ``near_end``."""
+        capped, slope = numerics.far_tanh_and_slope(product * self.cap_scale)
         return capped * self.cap, slope
 
     def _place(self, tile, i):
@@ -672,7 +707,8 @@ class MmaOps:
         lse, derivative = self._columns(self.sLSE, scores.slot), mods.function(c.score_mod_bwd)
         for j in range(c.tile_m // 4):
             for r in range(2):
-                pair = self._pair(scores.place, scores.masked, (r, j), S[r, j], lse[j])
+                found = self._score(S[r, j])
+                pair = self._pair(scores.place, scores.masked, (r, j), found, lse[j])
                 where = scores.place.mods.at(r, j, self.aux)
                 gradient = derivative(pair.p * (dP[r, j] - delta[j]), pair.score, *where)
                 # A derivative may be infinite or NaN where nothing is seen.

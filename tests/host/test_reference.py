@@ -581,6 +581,20 @@ def test_no_packed_rows():
     assert out.shape == (0, 2, 8) and lse.shape == (2, 0)
 
 
+def test_what_float32_flushes_is_noise():
+    q, k, v, dout = (torch.zeros(1, 2, 1, 8, dtype=torch.bfloat16) for _ in range(4))
+    q[..., 0], k[0, 0, 0, 0], v[..., 1], dout[..., 1] = 1, 128, 3, 5
+    v[0, 0] = 0
+    for scale, lost in ((0.686, True), (0.6, False)):  # P of the second key is 2^-126.7 or 2^-110.8
+        options = AttentionOptions(softmax_scale=scale)
+        gradients = reference.attention_backward(q, k, v, dout, options)
+        noise = reference.rounding_noise(q, k, v, dout, options)
+        assert (gradients.dk[0, 1, 0, 0] != 0) & (gradients.dv[0, 1, 0, 1] != 0)
+        for name in ("dk", "dv"):
+            gradient, error = (getattr(x, name)[0, 1] for x in (gradients, noise))
+            assert (error >= gradient.abs()).all() == lost, name
+
+
 def test_rounding_noise_is_its_formula():
     q, k, v = (x.half() for x in random_inputs(6, 9))
     dout = torch.randn(q.shape).half()
