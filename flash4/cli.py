@@ -18,6 +18,8 @@ from flash4.selftest import command as test_this_machine
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
+SECOND_SCHEDULES = ("sm80-bwd-two", "sm90-bwd-joint")  # of a kernel that has one already
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 for a check that failed, 2 for a request that cannot be served."""
@@ -57,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     cache_cli.add_commands(add, problem, precompile)
     _add_simulator(add, kernel, problem, small)
     text = "break a kernel's schedule and see what is noticed"
-    broken = add("mutants", mutants, text, any_kernel)
+    variants = [(name,) for name in SECOND_SCHEDULES]
+    all_schedules = _kernel_options((*FORWARD_KERNELS, *BACKWARD_KERNELS, *variants))
+    broken = add("mutants", mutants, text, all_schedules)
     broken.add_argument("--sample", type=int, metavar="N", help="only N of them, drawn by --seed")
     broken.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     broken.add_argument(

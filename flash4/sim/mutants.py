@@ -271,15 +271,9 @@ SM80_BACKWARD_PROBLEMS = (
 
 _TWO_ROLES = {"warps": 8, "key_warps": 2, "two_roles": True}
 SM80_TWO_ROLES_PROBLEMS = (
-    BackwardProblem(
-        BackwardConfigSm80(True, 64, 64, 64, True, **_TWO_ROLES, late_dq=True), 200, 150
-    ),
+    BackwardProblem(BackwardConfigSm80(True, 64, 64, 64, True, **_TWO_ROLES), 200, 150),
     BackwardProblem(
         BackwardConfigSm80(True, 64, 64, 64, False, **_TWO_ROLES, stages=1), 200, 64, 2
-    ),
-    BackwardProblem(BackwardConfigSm80(True, 64, 64, 64, False, **_TWO_ROLES), 150, 100),
-    BackwardProblem(
-        BackwardConfigSm80(True, 64, 64, 64, False, **_TWO_ROLES, stages=1, late_dq=True), 200, 64
     ),
 )
 

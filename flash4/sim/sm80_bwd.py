@@ -25,7 +25,7 @@ from flash4.sm80.bwd_two_roles import TwoBackwardRoles
 from flash4.sm80.fwd_config import ATOM_ROWS, ELEMENT_BYTES
 
 # As the GPU's: ``bwd_two_ops``, which imports the DSL.
-BARRIER_P, BARRIER_DS, BARRIER_ROLE = 1, 2, 3
+BARRIER_P, BARRIER_ROLE = 1, 2
 ALL = 1 << 30  # CTAs, more than there are tiles
 
 
@@ -286,8 +286,8 @@ class TwoRolesOps(WarpOps):
 
     def __init__(self, machine: Machine, call: Call, warp: int, memory: dict, barriers: tuple):
         super().__init__(machine, call, warp, memory, barriers[0])
-        self._role, self.late_dq = warp // call.config.role_warps, call.config.late_dq
-        self._p, self._ds, self._meeting = *barriers[1:3], barriers[3 + self._role]
+        self._role = warp // call.config.role_warps
+        self._p, self._meeting = barriers[1], barriers[2 + self._role]
 
     def post_p(self):
         """``mma_v``: P is there."""
@@ -296,14 +296,6 @@ class TwoRolesOps(WarpOps):
     def wait_p(self):
         """``mma_k``: wait for P."""
         self._p.sync()
-
-    def post_ds(self):
-        """``mma_k``: dS is there."""
-        self._ds.arrive()
-
-    def wait_ds(self):
-        """``mma_v``: wait for dS."""
-        self._ds.sync()
 
     def meet_role(self):
         """Meet the warps of this role."""
@@ -436,7 +428,6 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str):
         ops_of = TwoRolesOps
         named = (
             (BARRIER_P, "P", c.warps),
-            (BARRIER_DS, "dS", c.warps),
             *((BARRIER_ROLE + n, role.name, c.role_warps) for n, role in enumerate(c.graph.roles)),
         )
         barrier = barrier, *(NamedBarrier(machine, *facts, 1) for facts in named)

@@ -116,13 +116,17 @@ class BackwardSm80:
                 **{name: at.get(name) for name in ("q", "k", "v", "do", "ds", "p", "lse", "delta")}
             ),
             thread=thread,
-            warp=cute.arch.make_warp_uniform(thread // WARP),
+            warp=cute.arch.make_warp_uniform(thread // WARP) & (c.warps - 1),  # not negative
         )
         if cutlass.const_expr(c.two_roles):
             warp = given["warp"]
             if warp < c.role_warps:
                 ops = TwoRolesOps(
-                    **given, dk_acc=None, dv_acc=self._sums(c.tile_dv), role=0, role_warp=warp
+                    **given,
+                    dk_acc=None,
+                    dv_acc=self._sums(c.tile_dv),
+                    role=0,
+                    role_warp=warp % c.role_warps,
                 )
                 self.roles.mma_v(ops, tiles)
             else:
@@ -131,7 +135,7 @@ class BackwardSm80:
                     dk_acc=self._sums(c.tile_d),
                     dv_acc=None,
                     role=1,
-                    role_warp=warp - c.role_warps,
+                    role_warp=warp % c.role_warps,
                 )
                 self.roles.mma_k(ops, tiles)
         else:

@@ -1,8 +1,7 @@
 """Configuration of the Ampere backward: every compile-time fact, DSL-free."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from flash4.common.geometry import ceil_div
 from flash4.common.graph import WARP, Buffer, PipelineGraph, Role, launch_registers
 from flash4.common.launch_facts import BackwardLaunch
 from flash4.sm80.fwd_config import (
@@ -18,7 +17,7 @@ from flash4.sm80.shared_rows import SharedRows
 
 FLOAT_BYTES = 4
 DIM_PAIR = 16  # columns of what ldmatrix reads at once
-DQ_NUMBERS = 64  # of dQ that a thread has at once, beside 128 of dK and dV
+JOINT_DIM = 128  # up to this head dim a warp's registers hold both dK and dV of 16 keys
 
 # Features of a call whose gradients are not built: field of the problem -> what to ask for instead.
 UNBUILT = {
@@ -42,7 +41,6 @@ class BackwardConfig(BackwardLaunch):
             dV, among them.
         two_roles: half of the warps multiply S and dV, the others dP and dK: each has 32 keys of S or dP, and all keys of
             some columns of dV or dK.
-        late_dq: of two roles; dQ of a step is multiplied in the next one, beside its exponentials.
         stages: slots of Q and dO. With one the next step's are copied when this one is done.
         ctas_per_sm: CTAs that share a multiprocessor: registers are limited accordingly.
         left: a window limits the keys before a query's own position; its side is a run-time value.
@@ -66,7 +64,6 @@ class BackwardConfig(BackwardLaunch):
     stages: int = 2
     ctas_per_sm: int = 1
     two_roles: bool = False
-    late_dq: bool = False
     left: bool = False
     right: bool = False
     softcap: bool = False
@@ -92,8 +89,6 @@ class BackwardConfig(BackwardLaunch):
                 raise ValueError(
                     f"{size} columns of dK or dV cannot be shared out to {self.column_parts} warps, by {DIM_PAIR}"
                 )
-        if self.late_dq and not self.two_roles:
-            raise ValueError("late_dq is of two roles")
         if self.tile_m % DIM_STEP or self.tile_m <= 0:
             raise ValueError(f"tile_m is {self.tile_m}; supported are multiples of {DIM_STEP}")
         if query_warps(self.tile_m, self.tile_d, self.warps) is None:
@@ -145,8 +140,8 @@ class BackwardConfig(BackwardLaunch):
 
     @property
     def ds_slots(self) -> int:
-        """Slots of dS."""
-        return 2 if self.late_dq else 1
+        """Slots of dS: two where dQ of a step is multiplied in the next one."""
+        return self.stages if self.two_roles else 1
 
     @property
     def threads(self) -> int:
@@ -167,12 +162,6 @@ class BackwardConfig(BackwardLaunch):
     def dq_shape(self) -> tuple[int, int]:
         """(queries, columns) of dQ that one warp multiplies."""
         return self.tile_m // self.query_warps, self.tile_d * self.query_warps // self.warps
-
-    @property
-    def dq_passes(self) -> int:
-        """Products that a warp makes of its part of dQ, one behind the other: of as many columns as fit its registers."""
-        rows, columns = self.dq_shape
-        return ceil_div(rows * columns, DQ_NUMBERS * WARP)
 
     def rows(self, name: str) -> SharedRows:
         """An array in shared memory; of q and do a slot."""
@@ -279,16 +268,17 @@ class BackwardCard:
             "used_k": problem.used_k,
         }
         bf16 = problem.dtype == torch.bfloat16
-        configs = (
-            BackwardConfig(bf16, *dims, causal=problem.causal, **tile, **features)
-            for tile in tiles_for(*dims, problem.causal)
+        config = BackwardConfig(
+            bf16, *dims, tile_m=DIM_STEP, causal=problem.causal, warps=4, key_warps=2, **features
         )
-        config = next(config for config in configs if self.holds(config))
+        tiles = (replace(config, **tile) for tile in tiles_for(config))
+        config = next(config for config in tiles if self.holds(config))
         whose = f"{self.newer} of its own are not built for this card: " if self.newer else ""
         return config, (
             f"{whose}Ampere instructions serve it",
             f"{config.tile_n} keys by {config.tile_m} queries, {config.stages} slots: {config.smem_bytes} bytes of "
             f"shared memory, of {self.sm_smem_bytes}",
+            *((_why_roles(config),) if max(dims) > JOINT_DIM else ()),
         )
 
 
@@ -298,16 +288,38 @@ CONSUMER_BLACKWELL = BackwardCard(99 << 10, 100 << 10, "kernels")  # 12.0, 12.1
 HOPPER = BackwardCard(227 << 10, 228 << 10)  # which has its own, but may try this one
 
 
-def tiles_for(tile_d: int, tile_dv: int, causal: bool) -> list[dict]:
+def two_roles_lack(config: BackwardConfig) -> str | None:
+    """Why two roles cannot share a problem's work, or None if they can."""
+    if config.softcap or config.ordered:
+        return "a cap" if config.softcap else "a fixed order of sums"
+    share = 4 * DIM_PAIR
+    uneven = [size for size in (config.tile_d, config.tile_dv) if size % share]
+    return f"{uneven[0]} columns, which are no multiple of {share}" if uneven else None
+
+
+def _why_roles(config: BackwardConfig) -> str:
+    if config.two_roles:
+        when = "a step late" if config.ds_slots == 2 else "beside the next step's copies"
+        return f"half of the warps keep dK, the others dV: they read less shared memory; dQ is multiplied {when}"
+    lack = two_roles_lack(config) or "so little shared memory"
+    return f"every warp keeps some of dK and of dV: roles of their own are not built for {lack}"
+
+
+TWO_ROLES = {"tile_m": 64, "warps": 8, "key_warps": 2, "two_roles": True}
+
+
+def tiles_for(config: BackwardConfig) -> list[dict]:
     """Fields that shape a tile, the fastest first; what a card cannot hold is passed over. Measured: bench/NOTES.md."""
-    wide = max(tile_d, tile_dv)
-    if wide <= 64:
+    wide, found = max(config.tile_d, config.tile_dv), []
+    if wide <= JOINT_DIM // 2:
         tiles = [(64, 4, 4, 2, 3), (64, 4, 4, 2, 2), (64, 4, 4, 2, 1)]
-    elif wide <= 128:
+    elif wide <= JOINT_DIM:
         tiles = [(64, 4, 4, 2, 2), (64, 8, 8, 2, 1), (32, 4, 4, 2, 1)]
     else:  # a step's copies ahead pay only where a mask makes steps of different lengths
-        tiles = [(64, 8, 4, 2, 1), (64, 8, 4, 1, 1)][:: 1 if causal else -1]
+        tiles = [(64, 8, 4, 2, 1), (64, 8, 4, 1, 1)][:: 1 if config.causal else -1]
         tiles += [(32, 8, 4, 2, 1), (32, 4, 2, 2, 1), (32, 4, 2, 1, 1)]
+        if two_roles_lack(config) is None:
+            found = [TWO_ROLES | {"stages": stages} for stages in (2, 1)]
     names = ("tile_m", "warps", "key_warps", "stages", "ctas_per_sm")
-    found = [dict(zip(names, tile, strict=True)) for tile in tiles]
-    return [tile for tile in found if query_warps(tile["tile_m"], tile_d, tile["warps"])]
+    found += [dict(zip(names, tile, strict=True)) for tile in tiles]
+    return [tile for tile in found if query_warps(tile["tile_m"], config.tile_d, tile["warps"])]

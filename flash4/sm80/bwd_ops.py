@@ -119,7 +119,9 @@ class BackwardOps:
     @property
     def lane(self):
         """Number of this thread in its warp. Opaque, or what follows from it would be kept in registers around the loop."""
-        return numerics.opaque(self.thread) % 32
+        return (
+            numerics.opaque(self.thread) & 31
+        )  # not %: its sign, which is not known, would take instructions
 
     @property
     def first_row(self):
@@ -182,7 +184,7 @@ class BackwardOps:
 
     def _copy(self, x, rows, first, base, count):
         """Copy the rows of an array from a row ``first`` of x on; ``count`` of them exist."""
-        thread = numerics.opaque(self.thread)
+        thread = numerics.opaque(self.thread) & (self.config.threads - 1)  # not negative
         copy = RowCopy.of(rows, self.config.threads, thread, x.shape[3])
         stride = Int64(x.stride[1]) * ELEMENT_BYTES
         address = first.iterator.toint() + Int64(copy.row) * stride
@@ -273,18 +275,17 @@ class BackwardOps:
                 b_atom = ldmatrix(element(c), at + step * KEY_STEP * rows.row_bytes, True)
                 multiply(c, acc, atoms, b_atom, 2 * number)
 
-    def dq(self, i=0, number=0):
-        """This warp's part of dQ = dS K, or that of a number of ``dq_passes``."""
+    def dq(self, i=0):
+        """This warp's part of dQ = dS K."""
         c, lane = self.config, self.lane
         queries, columns = c.dq_shape
-        columns = columns // c.dq_passes
         rows_ds, rows_k = c.rows("ds"), c.rows("k")
         dQ = cute.make_rmem_tensor((4, columns // 8, queries // 16), Float32)
         dQ.fill(0.0)
         at_ds = self._ds(i) + rows_ds.of_lane(lane, by_columns=True)
         at_k = self.shared.k + rows_k.of_lane(lane, by_columns=False)
         first_query = self.warp % c.query_warps * (queries // 16)
-        first_column = (self.warp // c.query_warps * c.dq_passes + number) * (columns // 16)
+        first_column = self.warp // c.query_warps * (columns // 16)
         at_ds = rows_ds.run_of_pairs(at_ds, first_query, queries // 16)
         at_k = rows_k.run_of_pairs(at_k, first_column, columns // 16)
         for step in range(c.tile_n // KEY_STEP):
@@ -398,15 +399,14 @@ class BackwardOps:
         turns = self.run_time.turns[where.entry_q, head, where.slot_q + block, None]
         return turns.iterator.toint()
 
-    def add_dq(self, tile, i, dq, number=0):
+    def add_dq(self, tile, i, dq):
         """Sums += dQ, for the queries of step ``i``; see ``fragments.warp_dq_place`` for their order."""
         (block, head), where = self.tiles.place(tile, i), self.tiles.where(tile)
         sums = self.run_time.sums[where.entry_q, head, where.slot_q + block, None]
         address = (sums.iterator + self.thread).toint()
         numbers, groups, atoms = dq.shape
         for m, group, k in product(range(atoms), range(groups), range(numbers)):
-            place = (m * self.config.dq_passes + number) * groups + group
-            offset = (place * numbers + k) * self.config.threads * FLOAT_BYTES
+            offset = ((m * groups + group) * numbers + k) * self.config.threads * FLOAT_BYTES
             add_float(address + Int64(offset), dq[k, group, m])
 
     # Results.

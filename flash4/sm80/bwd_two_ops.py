@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
@@ -14,8 +13,7 @@ from flash4.sm80.products import element, rows_of
 
 # Named barriers; 0 is that of the CTA.
 BARRIER_P = 1  # ``mma_v`` has put P
-BARRIER_DS = 2  # ``mma_k`` has put dS
-BARRIER_ROLE = 3  # the warps of ``mma_v`` have met; one more: those of ``mma_k``
+BARRIER_ROLE = 2  # the warps of ``mma_v`` have met; one more: those of ``mma_k``
 
 
 @dataclass(frozen=True)
@@ -24,11 +22,6 @@ class TwoRolesOps(BackwardOps):
 
     role_warp: object  # number of this warp in its role
     role: int
-
-    @property
-    def late_dq(self) -> bool:
-        """Whether dQ of a step is multiplied in the next one."""
-        return self.config.late_dq
 
     @property
     def first_row(self):
@@ -59,14 +52,6 @@ class TwoRolesOps(BackwardOps):
     def wait_p(self):
         """``mma_k``: wait for P."""
         cute.arch.barrier(barrier_id=BARRIER_P, number_of_threads=self.config.threads)
-
-    def post_ds(self):
-        """``mma_k``: dS is there."""
-        cute.arch.barrier_arrive(barrier_id=BARRIER_DS, number_of_threads=self.config.threads)
-
-    def wait_ds(self):
-        """``mma_v``: wait for dS."""
-        cute.arch.barrier(barrier_id=BARRIER_DS, number_of_threads=self.config.threads)
 
     def meet_role(self):
         """Meet the warps of this role."""
@@ -129,5 +114,4 @@ class TwoRolesOps(BackwardOps):
     def add_dq_of(self, tile, i):
         """Multiply this warp's part of dQ of a step, if there is one, and add it to the sums."""
         if i >= 0:
-            for number in cutlass.range_constexpr(self.config.dq_passes):
-                self.add_dq(tile, i, self.dq(i, number), number)
+            self.add_dq(tile, i, self.dq(i))

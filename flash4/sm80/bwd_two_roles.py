@@ -2,7 +2,8 @@
 
 S^T and P^T are one half's, dP^T and dS^T the other's; both reach each other through shared memory, in 16 bit. A warp that
 has 32 keys of one product, and all keys of some columns of one sum, reads less shared memory than one that has half as
-much of each. And while one half takes exponentials, the other multiplies.
+much of each. With two slots of Q and dO the product of dQ is late, in the next step: so that while one half takes exponentials,
+the other multiplies. With one slot it is beside the next step's copies.
 """
 
 import cutlass.cute as cute
@@ -33,18 +34,15 @@ class TwoBackwardRoles:
                     ops.post_p()
                     ops.meet_role()  # P of all keys is there
                     ops.dv(i, p)  # dV += P^T dO
-                    if ops.late_dq:
-                        ops.add_dq_of(tile, i - 1)  # whose dS is there since the step began
-                    if not ops.copies_ahead:
-                        ops.sync()  # nobody reads this step's Q and dO any more
+                    if ops.copies_ahead:
+                        ops.add_dq_of(tile, i - 1)  # dQ = dS K; dS is there since the step began
+                    else:
+                        ops.sync()  # nobody reads this step's Q and dO any more; dS is there
                         ops.copy_step(tile, i + 1)
                         ops.commit()
-                    if not ops.late_dq:
-                        if ops.copies_ahead:
-                            ops.wait_ds()
-                        ops.add_dq_of(tile, i)  # dQ = dS K
+                        ops.add_dq_of(tile, i)
             ops.sync()
-            if ops.late_dq:
+            if ops.copies_ahead:
                 ops.add_dq_of(tile, tile.steps - 1)
                 ops.sync()  # nobody reads K any more
             ops.store(tile)  # dV, through the memory of V
@@ -58,31 +56,26 @@ class TwoBackwardRoles:
             ops.copy_keys(tile)
             ops.copy_step(tile, 0)
             ops.commit()
-            for phase in ops.phases(tile):
-                for i in range(phase.begin, phase.end):
-                    ops.wait_copies()
+            for i in range(tile.steps):  # of any phase: what is hidden is 0 in P
+                ops.wait_copies()
+                ops.sync()
+                if ops.copies_ahead:
+                    ops.add_dq_of(tile, i - 1)  # while ``mma_v`` takes exponentials
+                    ops.copy_step(tile, i + 1)
+                    ops.commit()
+                dp = ops.dp(i)  # dP^T = V dO^T
+                ops.wait_p()
+                ds = ops.ds(i, dp)  # dS = P (dP - D)
+                ops.put_ds(i, ds)
+                ops.meet_role()  # dS of all keys is there
+                ops.dk(i, ds)  # dK += dS^T Q
+                if not ops.copies_ahead:
                     ops.sync()
-                    if ops.late_dq:
-                        ops.add_dq_of(tile, i - 1)
-                    if ops.copies_ahead:
-                        ops.copy_step(tile, i + 1)
-                        ops.commit()
-                    dp = ops.dp(i)  # dP^T = V dO^T
-                    ops.wait_p()
-                    ds = ops.ds(i, dp)  # dS = P (dP - D)
-                    ops.put_ds(i, ds)
-                    if ops.copies_ahead and not ops.late_dq:
-                        ops.post_ds()
-                    ops.meet_role()  # dS of all keys is there
-                    ops.dk(i, ds)  # dK += dS^T Q
-                    if not ops.copies_ahead:
-                        ops.sync()
-                        ops.copy_step(tile, i + 1)
-                        ops.commit()
-                    if not ops.late_dq:
-                        ops.add_dq_of(tile, i)
+                    ops.copy_step(tile, i + 1)
+                    ops.commit()
+                    ops.add_dq_of(tile, i)
             ops.sync()
-            if ops.late_dq:
+            if ops.copies_ahead:
                 ops.add_dq_of(tile, tile.steps - 1)
                 ops.sync()
             ops.store(tile)  # dK, through the memory of K

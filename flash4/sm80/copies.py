@@ -1,6 +1,7 @@
 """Instructions of Ampere that CuTe's verbs need by address: cp.async into, and ldmatrix out of, ``SharedRows``."""
 
 from dataclasses import dataclass
+from itertools import product
 
 import cutlass
 import cutlass.cute as cute
@@ -121,15 +122,12 @@ def put_rows(rounded, base, rows: SharedRows, first_row, lane, first_group=0):
     """As ``stage_rows``, of numbers of 16 bit."""
     _, groups, atoms = rounded.shape
     words = cute.recast_tensor(rounded, Int32)  # (2 rows, groups, atoms)
-    for m in range(atoms):
-        for group in range(groups):
-            column_group = first_group + group
-            band, chunk = column_group // rows.chunks, column_group % rows.chunks
-            for h in range(2):
-                row = first_row + (m * 16 + h * 8) + lane // 4
-                at = base + rows.at(row, chunk) + band * rows.band_bytes + lane % 4 * 4
-                target = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=4)
-                cute.make_tensor(target, cute.make_layout(1))[0] = words[h, group, m]
+    for m, h in product(range(atoms), range(2)):
+        row = first_row + (m * 16 + h * 8) + lane // 4
+        at = base + rows.at(row, 0) + lane % 4 * 4
+        for group, place in enumerate(rows.run_of_chunks(at, first_group, groups)):
+            target = cute.make_ptr(Int32, place, cute.AddressSpace.smem, assumed_align=4)
+            cute.make_tensor(target, cute.make_layout(1))[0] = words[h, group, m]
 
 
 def store_chunk(dtype, shared, target):

@@ -53,11 +53,6 @@ class SharedRows:
         """Bytes of all of it."""
         return self.bands * self.band_bytes
 
-    @property
-    def steps(self) -> int:
-        """Pairs of chunks of a row of a band: what one mma.sync contracts, or two of them write."""
-        return self.chunks // 2
-
     def at(self, row, chunk):
         """Byte of a chunk of a row of the first band. Rows 8 apart are swizzled alike."""
         twist = row % 8 if self.chunks == 8 else row % 8 // 2
@@ -73,17 +68,27 @@ class SharedRows:
             return self.at(lane % 8 + lane // 16 * 8, lane // 8 % 2)
         return self.at(lane % 16, lane // 16)
 
-    def pair(self, at, step):
-        """From the byte of a chunk of pair 0 to that of the same chunk of pair ``step``, in the same row and band."""
-        return at ^ (step * 2 * CHUNK_BYTES)
-
     def pair_at(self, at, number):
-        """The same of pair ``number`` of the whole row, over all bands."""
-        return self.pair(at, number % self.steps) + number // self.steps * self.band_bytes
+        """From the byte of a chunk of pair 0 of a row to that of the same chunk of pair ``number``, over all bands."""
+        return self._step(at, number, 2)
+
+    def _step(self, at, number, width: int):
+        """From a chunk of a row's first ``width`` to the same one of its ``width`` with ``number``."""
+        steps = self.chunks // width
+        within = at ^ (number % steps * (width * CHUNK_BYTES))
+        return within if self.bands == 1 else within + number // steps * self.band_bytes
 
     def run_of_pairs(self, at, first, count: int) -> list:
-        """Those of ``count`` pairs from ``first`` on, a multiple of ``count`` that may be known at run time only."""
-        if count % self.steps == 0 or self.steps % count == 0:  # then no sum carries into a band
-            at = self.pair_at(at, first)
-            return [self.pair_at(at, number) for number in range(count)]
-        return [self.pair_at(at, first + number) for number in range(count)]
+        """``pair_at`` of ``count`` pairs from ``first`` on, a multiple of ``count`` that may be known at run time only."""
+        return self._run(at, first, count, 2)
+
+    def run_of_chunks(self, at, first, count: int) -> list:
+        """The same of ``count`` chunks, from the byte of a row's chunk 0."""
+        return self._run(at, first, count, 1)
+
+    def _run(self, at, first, count, width):
+        steps = self.chunks // width
+        if count % steps == 0 or steps % count == 0:  # then no sum carries into a band
+            at = self._step(at, first, width)
+            return [self._step(at, number, width) for number in range(count)]
+        return [self._step(at, first + number, width) for number in range(count)]

@@ -18,7 +18,7 @@ from flash4.sim.explore import explore
 from flash4.sim.sm80_bwd import backward_machines, simulate_backward
 from flash4.sim.sm80_fwd import SMEM_LIMIT
 from flash4.sm80 import bwd_config
-from flash4.sm80.bwd_config import BackwardConfig
+from flash4.sm80.bwd_config import TWO_ROLES, BackwardConfig
 from flash4.sm80.fwd_config import CTA_RESERVED, SMEM_ALIGN
 from tests import strategies
 from tests.checks import assert_gradients_close
@@ -70,7 +70,6 @@ def test_each_number_of_dq_has_one_place(config):
         assert max(cols) - min(cols) < columns
 
 
-TWO_ROLES = {"warps": 8, "key_warps": 2, "two_roles": True, "tile_m": 64}
 TILES = (
     {"warps": 4, "key_warps": 4},
     {"warps": 4, "key_warps": 4, "stages": 1},
@@ -78,8 +77,6 @@ TILES = (
     {"warps": 8, "key_warps": 4, "tile_m": 64},
     TWO_ROLES,
     TWO_ROLES | {"stages": 1},
-    TWO_ROLES | {"late_dq": True},
-    TWO_ROLES | {"late_dq": True, "stages": 1},
 )
 
 
@@ -95,10 +92,11 @@ def test_gradients_of_every_feature(problem, tile, deterministic, seed):
     facts = AttentionProblem.of_call(*inputs, options)
     facts = replace(facts, deterministic=deterministic)
     config, _ = bwd_config.HOPPER.choose_config(facts)
-    tile = {"tile_m": 32, "stages": 2} | tile
+    tile = {"tile_m": 32, "stages": 2, "two_roles": False} | tile
     assume(bwd_config.query_warps(tile["tile_m"], config.tile_d, tile["warps"]))
-    if tile.get("two_roles"):
-        assume(not (config.softcap or config.ordered or config.tile_d % 64 or config.tile_dv % 64))
+    if tile["two_roles"]:
+        assume(not (config.softcap or config.ordered))
+        tile |= {name: -(-getattr(config, name) // 64) * 64 for name in ("tile_d", "tile_dv")}
     config = replace(config, **tile)
     assume(config.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT)
     out, lse = reference.attention(*inputs, return_lse=True, **keywords)
@@ -145,7 +143,6 @@ def test_every_order_of_a_small_problem():
         ({"stages": 3}, "stages is 3"),
         (TWO_ROLES | {"softcap": True}, "two roles need 8 warps"),
         (TWO_ROLES | {"warps": 4}, "two roles need 8 warps"),
-        ({"late_dq": True}, "late_dq is of two roles"),
         (TWO_ROLES | {"tile_d": 128, "tile_dv": 96}, "96 columns of dK or dV cannot be shared out"),
         ({"causal": True, "right": True}, "exclude each other"),
     ],

@@ -31,7 +31,7 @@ from flash4.sm80.fwd_config import (
     ForwardConfig,
 )
 from flash4.sm80.fwd_tiles import find, queries_of
-from flash4.sm80.shared_rows import CHUNK_BYTES, SharedRows
+from flash4.sm80.shared_rows import CHUNK, CHUNK_BYTES, SharedRows
 from tests import strategies
 from tests.checks import assert_forward_close
 
@@ -49,9 +49,24 @@ def test_each_number_has_a_place_of_its_own(columns):
         for row, chunk, band in product(range(64), range(rows.chunks), range(rows.bands))
     ]
     assert sorted(places) == list(range(0, rows.nbytes, CHUNK_BYTES))
-    for row, step in product(range(64), range(rows.steps)):
+    for row, step in product(range(64), range(rows.chunks // 2)):
         for chunk in (0, 1):
-            assert rows.pair(rows.at(row, chunk), step) == rows.at(row, 2 * step + chunk)
+            assert rows.pair_at(rows.at(row, chunk), step) == rows.at(row, 2 * step + chunk)
+
+
+@pytest.mark.parametrize("columns", DIMS)
+def test_runs_of_chunks_and_pairs_are_one_behind_the_other(columns):
+    rows = SharedRows(64, columns)
+    for row, count in product(range(8), range(1, columns // CHUNK + 1)):
+        for first in range(0, columns // CHUNK - count + 1, count):
+            places = [
+                rows.at(row, n % rows.chunks) + n // rows.chunks * rows.band_bytes
+                for n in range(first, first + count)
+            ]
+            assert rows.run_of_chunks(rows.at(row, 0), first, count) == places
+            if count % 2 == 0:
+                pairs = rows.run_of_pairs(rows.at(row, 0), first // 2, count // 2)
+                assert pairs == places[::2]
 
 
 @pytest.mark.parametrize("columns", DIMS)
@@ -59,8 +74,8 @@ def test_each_number_has_a_place_of_its_own(columns):
 def test_ldmatrix_meets_nobody_in_a_bank(columns, by_columns):
     """Each of its four matrices has 8 rows of 16 bytes, which must be in all 32 banks."""
     rows = SharedRows(64, columns)
-    for step in range(rows.steps):
-        at = [rows.pair(rows.of_lane(lane, by_columns), step) for lane in range(LANES)]
+    for step in range(rows.chunks // 2):
+        at = [rows.pair_at(rows.of_lane(lane, by_columns), step) for lane in range(LANES)]
         for matrix in range(4):
             mine = at[8 * matrix : 8 * matrix + 8]
             banks = {(a + b) // BANK_BYTES % BANKS for a in mine for b in range(0, 16, BANK_BYTES)}
