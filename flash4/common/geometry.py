@@ -183,7 +183,11 @@ class QueryBlocks:
         """One past the last query that may see ``key``; at most 0 means none."""
         if not self.ends_early:
             return seqlen_q
-        return imin(key - (seqlen_k - seqlen_q) + self.left + 1, seqlen_q)
+        return imin(self.window_end(key, seqlen_q, seqlen_k), seqlen_q)
+
+    def window_end(self, key, seqlen_q, seqlen_k):
+        """The same as if queries went on for ever."""
+        return key - (seqlen_k - seqlen_q) + self.left + 1
 
     def first(self, n_block, seqlen_q, seqlen_k):
         """First block that tile ``n_block`` visits."""

@@ -161,8 +161,9 @@ class BackwardOps:
         first = tile.n_block * c.tile_n
         count = self.tiles.lengths(tile)[1] - first
         for x, name, base in ((self.k, "k", self.shared.k), (self.v, "v", self.shared.v)):
-            rows = x[where.entry_k, where.row_k + first, tile.head_kv, None]
-            self._copy(x, c.rows(name), rows, base, count)
+            self._copy(
+                x, c.rows(name), (where.entry_k, where.row_k + first, tile.head_kv), base, count
+            )
 
     @cute.jit
     def copy_step(self, tile, i):
@@ -175,19 +176,21 @@ class BackwardOps:
         slot, first = i % c.stages, block * c.tile_m
         count = self.tiles.lengths(tile)[0] - first
         for x, name, base in ((self.q, "q", self.shared.q), (self.do, "do", self.shared.do)):
-            rows = x[where.entry_q, where.row_q + first, head, None]
-            self._copy(x, c.rows(name), rows, base + slot * c.rows(name).nbytes, count)
+            at = base + slot * c.rows(name).nbytes
+            self._copy(x, c.rows(name), (where.entry_q, where.row_q + first, head), at, count)
         sources = ((self.run_time.lse, self.shared.lse), (self.run_time.delta, self.shared.delta))
         for x, base in sources:
             row = x[where.entry_q, head, None].iterator + (where.slot_q + block) * c.tile_m
             self._copy_floats(row.toint(), base + slot * c.statistics_bytes)
 
-    def _copy(self, x, rows, first, base, count):
-        """Copy the rows of an array from a row ``first`` of x on; ``count`` of them exist."""
+    def _copy(self, x, rows, place, base, count):
+        """Copy the rows of an array from (entry, row, head) of x on; ``count`` of them exist."""
+        entry, first, head = place
         thread = numerics.opaque(self.thread) & (self.config.threads - 1)  # not negative
         copy = RowCopy.of(rows, self.config.threads, thread, x.shape[3])
         stride = Int64(x.stride[1]) * ELEMENT_BYTES
-        address = first.iterator.toint() + Int64(copy.row) * stride
+        # This thread's row at once: a product of its own would be kept in registers around the loop.
+        address = x[entry, first + copy.row, head, None].iterator.toint()
         copy.copy(base, address + Int64(copy.chunk * CHUNK_BYTES), stride, count)
 
     @cute.jit
@@ -348,7 +351,7 @@ class BackwardOps:
         if masked:
             seen = Int32(column) >= place.begins[r]
             if c.left:
-                seen = seen & (Int32(column) < place.ends[r])
+                seen = seen & (Int32(column - 8 * r) < place.end)
             score = cutlass.select_(seen, score, -Float32.inf)
         return cute.math.exp2(score, fastmath=True), slope
 
@@ -362,7 +365,7 @@ class BackwardOps:
             slope_log2 = self.run_time.slopes[tiles.where(tile).batch, head] * LOG2E
         return StepPlace(
             begins=tuple(tiles.blocks.query_begin(key, *lengths) - first_query for key in keys),
-            ends=tuple(tiles.blocks.query_end(key, *lengths) - first_query for key in keys),
+            end=tiles.blocks.window_end(key, *lengths) - first_query if c.left else None,
             distances=tuple(Float32(first_query + lengths[1] - lengths[0] - key) for key in keys),
             slope_log2=slope_log2,
         )
@@ -452,6 +455,6 @@ class StepPlace:
     """Where a step lies, by this thread's two keys; queries and distances from its first column on."""
 
     begins: tuple  # columns before this one do not see the key
-    ends: tuple  # nor do those from this one on
+    end: object  # nor, of the first key, do those from this one on; of each next key 8 later. LSE hides what is behind the last query
     distances: tuple  # from key to query, in keys
     slope_log2: object  # of ALiBi, or None

@@ -9,7 +9,11 @@ from flash4.sim.mutants import JURIES, KERNELS, Mutant
 from flash4.sim.sm80_bwd import Variation as BackwardVariation
 from flash4.sim.sm80_fwd import Variation as ForwardVariation
 
-KINDS = {"sm80-fwd": ForwardVariation, "sm80-bwd": BackwardVariation}
+KINDS = {
+    "sm80-fwd": ForwardVariation,
+    "sm80-bwd": BackwardVariation,
+    "sm80-bwd-two": BackwardVariation,
+}
 HARMLESS = {
     kernel: json.loads(
         Path(__file__)
