@@ -188,9 +188,9 @@ def attend(q, k, v, optional, scalars, wants_lse):
         ):  # fmt: skip
             if found.backward is False:
                 return None
-            if wants_lse:
-                return _apply_for_both(q, k, v, sink, optional, found)
-            return _apply(q, k, v, sink, optional, found), None
+            inputs = (q, k, v, (found, optional))
+            inputs = inputs if sink is None else (*inputs, sink)
+            return _apply_for_both(*inputs) if wants_lse else (_apply(*inputs), None)
     return found.run(q, k, v, optional, wants_lse)
 
 
@@ -366,11 +366,8 @@ class _Attention(torch.autograd.Function):
     """Autograd of the short way to out alone; the operator of ``ops`` has its own, which does the same."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sink, optional, found):
-        out, lse = found.run(q, k, v, optional, True)
-        ctx.save_for_backward(q, k, v, out, lse, *[optional[i] for i in found.given])
-        ctx.found = found
-        return out
+    def forward(ctx, q, k, v, call, sink=None):
+        return _run_and_save(ctx, q, k, v, call)[0]
 
     @staticmethod
     def backward(ctx, dout):
@@ -381,12 +378,9 @@ class _AttentionAndLse(torch.autograd.Function):
     """The same to out and lse, which may both have a gradient."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sink, optional, found):
-        out, lse = found.run(q, k, v, optional, True)
-        ctx.save_for_backward(q, k, v, out, lse, *[optional[i] for i in found.given])
+    def forward(ctx, q, k, v, call, sink=None):
         ctx.set_materialize_grads(False)
-        ctx.found = found
-        return out, lse
+        return _run_and_save(ctx, q, k, v, call)
 
     @staticmethod
     def backward(ctx, dout, dlse):
@@ -398,6 +392,18 @@ _apply = super(torch.autograd.Function, _Attention).apply
 _apply_for_both = super(torch.autograd.Function, _AttentionAndLse).apply
 
 
+def _run_and_save(ctx, q, k, v, call):
+    """Result of a call, (what is prepared for it, its other tensors); the sink among them is an input of its own too."""
+    found, optional = call
+    out, lse = found.run(q, k, v, optional, True)
+    if found.given:
+        ctx.save_for_backward(q, k, v, out, lse, *[optional[i] for i in found.given])
+    else:
+        ctx.save_for_backward(q, k, v, out, lse)
+    ctx.found = found
+    return out, lse
+
+
 def _gradients(ctx, dout, dlse):
     """Gradients of what ``_Attention.forward`` takes."""
     found, (q, k, v, out, lse, *given) = ctx.found, ctx.saved_tensors
@@ -407,12 +413,12 @@ def _gradients(ctx, dout, dlse):
             prepared = found.backward = _prepare_backward(found, q, k, v, out, given)
         gradients = prepared.run(dout, q, k, v, out, lse, given) if prepared else None
         if gradients is not None:
-            return *gradients, None, None, None
+            return *gradients, None
     options = _options_of(found, given)
     dout = torch.zeros_like(out) if dout is None else dout
     fields = ops.backward_fields(options)
     *gradients, dsink = ops.backward(dout, dlse, q, k, v, out, lse, *fields)
-    return *gradients, None if options.sink is None else dsink, None, None
+    return (*gradients, None) if options.sink is None else (*gradients, None, dsink)
 
 
 def _options_of(found: Prepared, given) -> CallOptions:

@@ -105,13 +105,13 @@ class WholeConfig:
 
     @property
     def score_mod(self) -> int:
-        """Key of the mod of the main kernel, 0 for none, as the next."""
-        return self.main.score_mod
+        """Key of the mod of the main kernel; 0 for none, as the next."""
+        return getattr(self.main, "score_mod", 0)
 
     @property
     def mask_mod(self) -> int:
         """The same of the mask."""
-        return self.main.mask_mod
+        return getattr(self.main, "mask_mod", 0)
 
     @property
     def passes(self) -> tuple[PrepareConfig, FinishConfig]:

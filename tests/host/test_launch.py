@@ -85,28 +85,52 @@ def test_gradients_of_the_second_call(name, dims, kernel):
             assert torch.equal(a, b) and a.stride() == b.stride()
 
 
-def test_the_short_way_runs_no_policy():
-    """Which functions of flash4 run, in order; a new one here costs every call of every model."""
-    x = draw(1, 128, 2, 64)
+@contextlib.contextmanager
+def names_of_calls():
+    """Functions of flash4 that run, in order."""
     called = []
 
     def profile(frame, event, argument):
         module = frame.f_globals.get("__name__", "")
         if event == "call" and module.startswith("flash4"):
-            called.append(f"{module}.{frame.f_code.co_name}")
+            name = f"{module}.{frame.f_code.co_name}"
+            called.extend([name] * (name != "flash4.launch.<lambda>"))  # there without CUDA
 
+    sys.setprofile(profile)
+    try:
+        yield called
+    finally:
+        sys.setprofile(None)
+
+
+def test_the_short_way_runs_no_policy():
+    """A new function here costs every call of every model."""
+    x = draw(1, 128, 2, 64)
     with stand_in_gpu(run=lambda launch: None):
         flash4.flash_attn_func(x, x, x)
-        sys.setprofile(profile)
-        try:
+        with names_of_calls() as called:
             flash4.flash_attn_func(x, x, x)
-        finally:
-            sys.setprofile(None)
     assert called == [
         "flash4.interface.flash_attn_func", "flash4.interface._scalars",
         "flash4.interface._deterministic",
         "flash4.launch.attend", "flash4.launch.watched", "flash4.launch._find", "flash4.launch._key",
-        *["flash4.launch.<lambda>"] * ("flash4.launch.<lambda>" in called),  # without CUDA
+        "flash4.launch.run",
+    ]  # fmt: skip
+
+
+def test_nor_does_that_of_gradients():
+    x = Inputs.draw()
+    with stand_in():
+        for _ in range(2):
+            out = flash4.flash_attn_func(*x.three)
+            torch.autograd.grad(out, x.three, x.dout, retain_graph=True)
+        (prepared,) = {y.backward for y in ops._launches.values() if hasattr(y, "backward")}
+        assert out.grad_fn.found.backward is prepared
+        out.grad_fn.found.backward = replace(prepared, function=lambda *_: None)
+        with names_of_calls() as called:
+            torch.autograd.grad(out, x.three, x.dout)
+    assert called == [
+        "flash4.launch.backward", "flash4.launch._gradients", "flash4.launch.watched",
         "flash4.launch.run",
     ]  # fmt: skip
 
