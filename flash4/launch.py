@@ -25,6 +25,9 @@ _PLAIN = (bool, int, float, type(None))
 _ADDRESS_BITS = ops.ALIGNMENT - 1
 _C = torch._C
 _current_device = getattr(_C, "_cuda_getDevice", lambda: torch.cuda.current_device())
+_dispatch_modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack
+_is_transformed, _tracing = _C._are_functorch_transforms_active, _C._get_tracing_state
+_is_profiled = torch.autograd._profiler_enabled
 _scratch: dict[torch.device, Tensor] = {}
 
 
@@ -114,18 +117,18 @@ class Prepared:
 def watched() -> bool:
     """Whether someone looks at what goes through PyTorch's dispatcher."""
     return (
-        _C._len_torch_dispatch_stack() != 0
-        or (_C._len_torch_function_stack() != 0 and not _only_a_default_device())
-        or _C._are_functorch_transforms_active()
-        or _C._get_tracing_state() is not None
-        or torch.autograd._profiler_enabled()
+        _dispatch_modes() != 0
+        or (_function_modes() != 0 and not _only_a_default_device())
+        or _is_transformed()
+        or _tracing() is not None
+        or _is_profiled()
         or forward_ad._current_level >= 0
     )
 
 
 def _only_a_default_device() -> bool:
     """Whether the one function mode is that of ``torch.set_default_device``, which looks at factories alone."""
-    alone = _C._len_torch_function_stack() == 1
+    alone = _function_modes() == 1
     return alone and isinstance(_C._get_function_stack_at(0), DeviceContext)
 
 

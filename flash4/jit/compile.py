@@ -70,6 +70,18 @@ def _failure(kernel, config, arch, error) -> str:
     )
 
 
+def launcher(compiled):
+    """What to call of a compiled kernel: the function behind the DSL's object, which looks for keywords at every call.
+
+    There is none where a kernel is compiled for another machine.
+    """
+    function = getattr(compiled, "__tvm_ffi_object__", lambda: None)()
+    if function is None:
+        return compiled
+    function.compiled = compiled  # for as long as it lives
+    return function
+
+
 def link(compiled, target: Path) -> bool:
     """Export a compiled kernel and link it into a shared library that loads without the DSL.
 

@@ -1,12 +1,16 @@
 """Host code of a whole backward, on a CPU: where parts of the workspace lie, and what a compiled function refuses."""
 
+import gc
+
 import cutlass
 import cutlass.cute as cute
 import pytest
 import torch
+import tvm_ffi
 from cutlass import AddressSpace, BFloat16, Float32, Int32, Int64
 
 from flash4.dispatch import plan_backward
+from flash4.jit.compile import launcher
 from flash4.passes.bwd_whole import part_of
 from flash4.problem import AttentionProblem
 
@@ -102,12 +106,14 @@ def test_what_a_compiled_function_does_not_take_is_a_value_error():
     sizes = [cute.sym_int() for _ in range(3)]
     shape = (*sizes, 64)
     fakes = tuple(fake(BFloat16, shape, 8, 16) for _ in range(2))
-    compiled = cute.compile(Nothing(), fakes, Int32(1), options=OPTIONS)
+    compiled = launcher(cute.compile(Nothing(), fakes, Int32(1), options=OPTIONS))
+    assert type(compiled) is tvm_ffi.Function, "without the DSL's wrapper"
 
     def new(*shape):
         return torch.zeros(shape, dtype=torch.bfloat16)
 
     x = new(2, 8, 4, 64)
+    gc.collect()
     compiled((x, x), 1)
     compiled((x, x[:, :, :1].expand(x.shape)), 1)
     for other in (
