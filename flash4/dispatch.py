@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from flash4.common.geometry import KvBlocks, ceil_div
 from flash4.common.kv_tiles import KvGrid, kv_grid_of, slots_of
 from flash4.common.tiles import Grid, TileSchedule, grid_of, multiprocessors_for, workers_of
-from flash4.passes.bwd_config import FINISH, PREPARE, passes_of
+from flash4.passes.bwd_config import WHOLE, WholeConfig
 from flash4.problem import AttentionProblem
 from flash4.sm80 import bwd_config as sm80_bwd
 from flash4.sm80 import fwd_config as sm80_fwd
@@ -150,7 +150,7 @@ def _explanations(plan) -> list[str]:
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """How the backward of a call will run: two or three kernels, one after the other. ``print(plan)`` explains it.
+    """How the backward of a call will run: three kernels, one after the other, from one launch. ``print(plan)`` explains it.
 
     Attributes:
         problem: facts of the call.
@@ -158,8 +158,7 @@ class BackwardPlan:
         kernel: its class as ``"module:class"``.
         arch: target architecture.
         config: its compile-time configuration.
-        prepare: configuration of the kernel before it.
-        finish: configuration of the kernel after it.
+        dlse: the log-sum-exp has a gradient.
         grid: extent of the work in tiles of keys.
         section: heads whose tiles run together; of sequences of different lengths, tiles.
         reasons: why this kernel and this configuration.
@@ -172,8 +171,7 @@ class BackwardPlan:
     kernel: str
     arch: str
     config: object
-    prepare: object
-    finish: object
+    dlse: bool
     grid: KvGrid
     section: int
     reasons: tuple[str, ...] = ()
@@ -182,9 +180,8 @@ class BackwardPlan:
 
     @property
     def kernels(self) -> tuple[tuple[str, object, str], ...]:
-        """(kernel, config, architecture) of what is launched, in order."""
-        named = ((PREPARE, self.prepare), (self.kernel, self.config), (FINISH, self.finish))
-        return tuple((kernel, config, self.arch) for kernel, config in named)
+        """(kernel, config, architecture) of what is compiled: one function that launches all."""
+        return ((WHOLE, WholeConfig(self.kernel, self.config, self.dlse), self.arch),)
 
     @property
     def query_blocks(self) -> int:
@@ -195,12 +192,11 @@ class BackwardPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Temporary memory: for each query in whole blocks, dQ in float32 and two statistics; two turns of a block.
+        """Temporary memory, one allocation: for each query in whole blocks, dQ in float32 and two statistics; counters.
 
         Of packed queries at most so much.
         """
-        c, blocks = self.config, self.problem.heads_q * self.query_blocks
-        return 4 * blocks * (c.tile_m * (c.dq_width + 2) + 2 * c.turns)
+        return 4 * self.config.workspace_numbers(self.problem.heads_q * self.query_blocks)
 
     def __str__(self):
         lines = [
@@ -338,15 +334,13 @@ def plan_backward(
         raise ValueError("an empty problem (no batch, head, query or key) needs no kernel")
     (name, kernel, module), rejected = _choose_kernel(BACKWARD_KERNELS, problem, arch)
     config, reasons = module.choose_config(problem)
-    prepare, finish = passes_of(config, dlse)
     plan = BackwardPlan(
         problem=problem,
         name=name,
         kernel=kernel,
         arch=arch,
         config=config,
-        prepare=prepare,
-        finish=finish,
+        dlse=dlse,
         grid=kv_grid_of(problem, config.tile_n),
         section=_backward_section(problem, config, workers),
         reasons=reasons,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flash4
-from tests.gpu.gradients import DEVICE, DOUTS, GradientCase, poison
+from tests.gpu.gradients import DEVICE, DOUTS, GradientCase, poison, requested_bytes
 from tests.host.test_bwd90_sequences import PROBLEMS as SMALL
 from tests.strategies import Problem
 
@@ -253,11 +253,6 @@ def test_workspace_is_what_the_plan_says(name: str):
     gradients = torch.autograd.grad(out, inputs, dout, retain_graph=True)
     results = sum(x.numel() * x.element_size() for x in gradients)
     assert requested_bytes("peak") - before - results <= plan.workspace_bytes
-
-
-def requested_bytes(which: str) -> int:
-    """Bytes asked of the allocator, which hands out blocks of up to a MiB more."""
-    return torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]
 
 
 def all_cases() -> list[GradientCase]:
