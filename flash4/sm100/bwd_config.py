@@ -21,9 +21,12 @@ STAT_BYTES = 2 * TILE_M * FLOAT_BYTES  # LSE and D of a step's queries
 DQ_STAGES = 2  # of the way out of dQ
 DQ_COLUMNS = 32  # of dQ that leave at a time; half of it in a pair
 REGISTERS = (144, 144, 80)  # reduce, compute, the others: ptxas spills least with these
-FEATURE_REGISTERS = (144, 160, 48)  # windows, slopes, caps and mods, where a lane of dQ has 128
+SMALL_REGISTERS = (96, 168, 80)  # where a lane of dQ has 64 columns
+FEATURE_REGISTERS = (144, 152, 64)  # windows and slopes, where a lane of dQ has 128
+CROWDED_REGISTERS = (144, 160, 48)  # the same of sequences
 PAIR_REGISTERS = (136, 136, 104)
 NARROW_REGISTERS = (96, 184, 48)  # windows, slopes and caps, where a lane of dQ has 64 columns
+TURN_HEADS = 32  # of a section at least: more would read too much anew from memory
 SMEM_CYCLES = 128  # bytes that an SM's shared memory moves per cycle
 MMA_FLOPS = 8192  # dense 16-bit tensor operations of an SM per cycle
 EXPONENTIALS = 16  # of an SM per cycle
@@ -108,6 +111,11 @@ class BackwardConfig(ModFacts, BackwardLaunch):
         return not self.varlen
 
     @property
+    def least_heads(self) -> int:
+        """See ``BackwardLaunch``; where tiles of a head wait for one another at the diagonal, few of them at the same time."""
+        return TURN_HEADS if self.causal and self.ordered else super().least_heads
+
+    @property
     def order_of_sums(self) -> dict[str, int]:
         """Sums of dQ lie as lanes of tensor memory have them."""
         return {"dq_lanes": self.dq_lanes}
@@ -174,9 +182,9 @@ class BackwardConfig(ModFacts, BackwardLaunch):
         changed, crowded = self.alibi or self.softcap, self.wide and (self.varlen or self.has_mods)
         if self.aux or changed and self.has_mods:
             return QUERIES // 8 if crowded else QUERIES // 4
-        if crowded and self.alibi and self.softcap:
-            return QUERIES // 4
-        if self.score_mod or crowded and self.alibi:
+        if self.alibi and self.softcap:
+            return QUERIES // 4 if crowded else QUERIES // 2
+        if self.score_mod or crowded and (self.alibi or self.mask_mod):
             return QUERIES // 2
         return QUERIES
 
@@ -190,10 +198,12 @@ class BackwardConfig(ModFacts, BackwardLaunch):
         """Of reduce, compute and the others; ptxas spills least with these."""
         changed = self.alibi or self.softcap or self.has_mods
         if not (changed or self.left or self.right or self.varlen):
-            return REGISTERS if self.ctas == 1 else PAIR_REGISTERS
+            if self.ctas == 2:
+                return PAIR_REGISTERS
+            return REGISTERS if self.wide else SMALL_REGISTERS
         if not self.wide:
             return NARROW_REGISTERS
-        return FEATURE_REGISTERS
+        return CROWDED_REGISTERS if self.varlen else FEATURE_REGISTERS
 
     @property
     def graph(self) -> Graph:

@@ -419,13 +419,12 @@ class ComputeOps:
             for j in range(0, VECTOR, 2):
                 pair = (differences[j], differences[j + 1])
                 pair = cute.arch.add_packed_f32x2(pair, (delta[j], delta[j + 1]))
-                differences[j], differences[j + 1] = pair
+                if self.config.score_mod:
+                    differences[j], differences[j + 1] = pair
+                else:
+                    four[j], four[j + 1] = cute.arch.mul_packed_f32x2((four[j], four[j + 1]), pair)
             if self.config.score_mod:
                 self._modify_back(four, differences, (place, run, begin + first), slot)
-            else:
-                for j in range(0, VECTOR, 2):
-                    pair, factors = ((x[j], x[j + 1]) for x in (differences, four))
-                    four[j], four[j + 1] = cute.arch.mul_packed_f32x2(factors, pair)
         rounded.store(weights.load().to(element(self.config)))
 
     def _modify_back(self, products, differences, at, slot):
