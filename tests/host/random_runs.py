@@ -8,6 +8,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+PROGRESS = 50  # runs from one line of it to the next
+
 
 def arguments_of(description: str, **more) -> argparse.Namespace:
     """``--n`` and ``--seed``, and flags by name with what they are for."""
@@ -36,6 +38,8 @@ def check_random(arguments: argparse.Namespace, searches, verdict: str = "number
         @given(strategy, st.integers(0, 2**16))
         def test(problem, seed):
             runs.append(check(problem, seed))
+            if len(runs) % PROGRESS == 0:
+                print(f"{len(runs)} runs so far, {time.perf_counter() - start:.0f} s", flush=True)
 
         test()
 

@@ -330,6 +330,11 @@ def remove_all():
     raise SystemExit(bool(missed))
 
 
+def run_any(problem, seed):
+    """Simulate a case or a call."""
+    return (run if isinstance(problem, Case) else run_call)(problem, seed)
+
+
 def main():
     """Run random (problem, seed) pairs, of configs and of calls, where a failure is shrunk and raised; or remove every call."""
     arguments = arguments_of(
@@ -343,7 +348,7 @@ def main():
         searches = ((cases(st.just(True)), same_order), (CALLS.filter(has_lengths), same_order))
         check_random(arguments, searches, "one order, the same bits")
     else:
-        check_random(arguments, ((cases(), run), (CALLS, run_call)))
+        check_random(arguments, ((st.one_of(cases(), CALLS), run_any),))
 
 
 if __name__ == "__main__":
