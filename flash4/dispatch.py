@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from flash4.common.geometry import KvBlocks, ceil_div
-from flash4.common.kv_tiles import KvGrid, kv_grid_of, slots_of
+from flash4.common.kv_tiles import KvGrid, KvTileSchedule, kv_grid_of, slots_of
 from flash4.common.tiles import Grid, TileSchedule, grid_of, multiprocessors_for, workers_of
 from flash4.passes.bwd_config import WHOLE, WholeConfig
 from flash4.problem import AttentionProblem
@@ -342,7 +342,7 @@ def plan_backward(
         config=config,
         dlse=dlse,
         grid=kv_grid_of(problem, config.tile_n),
-        section=_backward_section(problem, config, workers),
+        section=backward_section(problem, config, workers),
         reasons=reasons,
         rejected=tuple(rejected),
     )
@@ -354,19 +354,27 @@ def plan_backward(
     return plan
 
 
-def _backward_section(problem: AttentionProblem, config, workers: int) -> int:
+def backward_section(problem: AttentionProblem, config, workers: int) -> int:
     """Heads per section of the backward: about a wave of tiles, which read the same queries at the same time.
 
     Under a causal mask more heads, whose tiles of all lengths fill the gaps; so too where tiles of one head wait for one
-    another.
+    another. Where no CTA takes what another leaves, as many as share the tiles out most evenly.
 
     Sequences of different lengths get the number of tiles: heads are counted for each of them on the GPU.
     """
     if problem.varlen:
         return workers
     grid = kv_grid_of(problem, config.tile_n)
-    wave = max(1, ceil_div(workers_of(workers, config.ctas), grid.n_blocks))
-    return min(grid.head_count, max(wave, config.least_heads))
+    workers = workers_of(workers, config.ctas)
+    least = min(grid.head_count, max(1, ceil_div(workers, grid.n_blocks), config.least_heads))
+    shared_out = config.counts_workers and not config.handed_out  # tiles are, before the launch
+    if not (problem.causal and shared_out) or grid.total > MODELLED_TILES:
+        return least
+    blocks = config.blocks(USUAL_WINDOW if config.left else None)
+    lengths = problem.seqlen_q, problem.seqlen_k
+    schedule = KvTileSchedule(blocks, grid, 1, 0, workers, *lengths)
+    sizes = range(least, min(grid.head_count, least * 3 // 2) + 1)
+    return min(sizes, key=lambda heads: (replace(schedule, section=heads).imbalance(), heads))
 
 
 def gradient_obstacle(problem: AttentionProblem, arch: str = "sm_90a") -> str | None:
