@@ -23,6 +23,7 @@ from bench.shapes import Cell
 
 CELL = Cell(d=128, dv=128, causal=False, seqlen=128, batch=1, heads_q=2, heads_kv=2)
 CALLS, REPEATS, WARM_UP = 1000, 7, 200
+TURNS = 3  # of a backward and of PyTorch's engine alone
 CHILD_TIMEOUT_S = 300
 
 
@@ -45,10 +46,50 @@ def per_call_us(
     return {"median_us": round(statistics.median(repeats), 2), "min_us": round(min(repeats), 2)}
 
 
+def engine_alone(inputs: Any) -> Callable[[], Any]:
+    """A backward like those of the contenders whose function does nothing: it returns gradients made before."""
+    import torch
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            ctx.gradients = tuple(torch.empty_like(x) for x in (q, k, v))
+            return torch.empty_like(inputs.dout)
+
+        @staticmethod
+        def backward(ctx, dout):
+            return ctx.gradients
+
+    leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    out = Nothing.apply(*leaves)
+    return lambda: torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
+
+
+def own_us(
+    call: Callable[[], Any],
+    alone: Callable[[], Any],
+    synchronize: Callable[[], None],
+    threads: bool,
+) -> dict[str, float]:
+    """Return what a backward takes beyond PyTorch's engine with a function that does nothing.
+
+    With `threads` the engine runs it in the device's thread, as it does unless told otherwise.
+    """
+    import torch
+
+    with torch.autograd.set_multithreading_enabled(threads):
+        pairs = [[per_call_us(x, synchronize) for x in (call, alone)] for _ in range(TURNS)]
+    return {
+        key: round(statistics.median(whole[key] - engine[key] for whole, engine in pairs), 2)
+        for key in ("median_us", "min_us")
+    }
+
+
 def eager(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Time one eager call of each contender, without and with a graph for the backward, and that.
 
-    The backward's time is that of `torch.autograd.grad`, its engine and the thread of the device included.
+    The backward's time is that of `torch.autograd.grad`, its engine and the thread of the device included; `own` is
+    what is left of it without those.
     """
     import torch
 
@@ -75,6 +116,9 @@ def eager(names: Sequence[str]) -> dict[str, dict[str, Any]]:
             with contender.context():
                 call = contender.prepare(CELL, one, "backward")
                 found[name]["backward"] = per_call_us(call, torch.cuda.synchronize)
+                for label, threads in (("own", True), ("own, one thread", False)):
+                    own = own_us(call, engine_alone(one), torch.cuda.synchronize, threads)
+                    found[name][f"backward, {label}"] = own
         except Exception as error:
             found[name]["backward"] = {"error": describe(error)}
     return found
@@ -155,7 +199,7 @@ def _print(title: str, found: dict[str, dict[str, Any]]) -> None:
             print(f"  {name:8} {rows['error']}")
             continue
         for label, values in rows.items():
-            print(f"  {name:8} {label:10}", ", ".join(f"{k} {v}" for k, v in values.items()))
+            print(f"  {name:8} {label:24}", ", ".join(f"{k} {v}" for k, v in values.items()))
     sys.stdout.flush()
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from bench import provenance, report
 from bench.ahead import compile_ahead, keys_of
 from bench.shapes import Cell, select
 from flash4.common.geometry import ceil_div
+from flash4.common.launch_facts import COUNTERS
 from flash4.dispatch import BackwardPlan, plan_backward, serve
-from flash4.passes.bwd_config import passes_of
+from flash4.passes.bwd_config import FINISH, PREPARE
 
 WORKERS = 132  # of an H200: to plan without a GPU
 CELLS = (
@@ -49,8 +51,7 @@ def plan_of(cell: Cell, variant: str, arch: str = "sm_90a") -> BackwardPlan | No
         return None
     if not config.fits or config.lengths_obstacle(cell.seqlen, cell.seqlen):
         return None
-    prepare, finish = passes_of(config, False)
-    return replace(plan, config=config, prepare=prepare, finish=finish, section=section)
+    return replace(plan, config=config, section=section)
 
 
 @functools.cache
@@ -87,30 +88,39 @@ def factory(cell: Cell, variant: str, arch: str, q: Any, k: Any, v: Any) -> Any:
     return functools.partial(Attention.apply, q, k, v)
 
 
-@dataclass(frozen=True)
-class Part:
-    """A launch that remembers what it was called with, to be timed by itself."""
+def parts_of(plan: BackwardPlan, arguments: tuple) -> dict[str, Callable[[], Any]]:
+    """The three kernels of a plan, each compiled by itself, on what the function that launches all is called with."""
+    import torch
 
-    function: Any
-    calls: list
+    from flash4.ops import kernel_for
 
-    def __call__(self, *arguments):
-        """Launch, and remember."""
-        self.calls[:] = [arguments]
-        self.function(*arguments)
+    ((_, whole, arch),), (tensors, numbers, section) = plan.kernels, arguments
+    workspace = tensors[9]
+
+    def view(name: str, first: int, shape: tuple[int, ...]) -> Any:
+        part = workspace[first : first + math.prod(shape)].view(shape)
+        return part.view(torch.int32) if name in COUNTERS else part
+
+    of_prepare, of_main, of_finish = whole.parts(tensors, view)
+    before, after = whole.passes
+    calls = {
+        "prepare": (PREPARE, before, (of_prepare,)),
+        "main": (whole.kernel, whole.main, (of_main, numbers, section)),
+        "finish": (FINISH, after, (of_finish, numbers[0])),
+    }
+    return {
+        name: functools.partial(kernel_for(kernel, config, arch), *given)
+        for name, (kernel, config, given) in calls.items()
+    }
 
 
 def time_parts(cell: Cell, variant: str, arch: str, seconds: float) -> dict[str, float]:
     """Median microseconds of each of the three kernels, launched again and again."""
-    import torch
-
     from bench.baselines import make_inputs
     from bench.protocol import CudaDevice, Entry, measure
 
     (inputs,) = make_inputs(cell, 1, "backward", 0)
-    launch = _launch(cell, variant, arch)
-    names = ("prepare", "main", "finish")
-    parts = {name: Part(getattr(launch, name), []) for name in names}
+    launch, calls = _launch(cell, variant, arch), []
     import flash4
     from flash4.interface import options_of
     from flash4.ops import launch_backward
@@ -118,23 +128,17 @@ def time_parts(cell: Cell, variant: str, arch: str, seconds: float) -> dict[str,
     tensors = (inputs.q, inputs.k, inputs.v)
     out, lse = flash4.flash_attn_func(*tensors, causal=cell.causal, return_lse=True)
     options = options_of(*tensors, causal=cell.causal)
-    launch_backward(replace(launch, **parts), inputs.dout, None, tensors, out, lse, options)
-    torch.cuda.synchronize()
-
-    def whole():
-        for part in parts.values():
-            part.function(*part.calls[0])
-
-    entries = [Entry("whole", (whole,))]
+    noted = replace(launch, function=lambda *arguments: calls.append(arguments))
+    launch_backward(noted, inputs.dout, None, tensors, out, lse, options)
+    parts = parts_of(plan_of(cell, variant, arch), calls[0])
     # The main kernel takes tiles from a counter that the one before it resets: time both, and subtract.
-    first = functools.partial(parts["prepare"].function, *parts["prepare"].calls[0])
-    both = [functools.partial(parts[name].function, *parts[name].calls[0]) for name in names[:2]]
-    entries += [
-        Entry("prepare", (first,)),
-        Entry("prepare+main", (lambda: [call() for call in both],)),
+    first = [parts["prepare"], parts["main"]]
+    entries = [
+        Entry("whole", (functools.partial(launch.function, *calls[0]),)),
+        Entry("prepare", (parts["prepare"],)),
+        Entry("prepare+main", (lambda: [call() for call in first],)),
+        Entry("finish", (parts["finish"],)),
     ]
-    last = functools.partial(parts["finish"].function, *parts["finish"].calls[0])
-    entries.append(Entry("finish", (last,)))
     found = measure(entries, CudaDevice(), seconds)
     return {name: timing.summary()["median_us"] for name, timing in found.timings.items()}
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 
 from flash4.common.geometry import KvBlocks, ceil_div
-from flash4.common.kv_tiles import KvGrid, kv_grid_of, slots_of
+from flash4.common.kv_tiles import KvGrid, KvTileSchedule, kv_grid_of, slots_of
 from flash4.common.tiles import Grid, TileSchedule, grid_of, multiprocessors_for, workers_of
-from flash4.passes.bwd_config import FINISH, PREPARE, passes_of
+from flash4.passes.bwd_config import WHOLE, WholeConfig
 from flash4.problem import AttentionProblem
 from flash4.sm80 import bwd_config as sm80_bwd
 from flash4.sm80 import fwd_config as sm80_fwd
@@ -150,7 +150,7 @@ def _explanations(plan) -> list[str]:
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """How the backward of a call will run: two or three kernels, one after the other. ``print(plan)`` explains it.
+    """How the backward of a call will run: three kernels, one after the other, from one launch. ``print(plan)`` explains it.
 
     Attributes:
         problem: facts of the call.
@@ -158,8 +158,7 @@ class BackwardPlan:
         kernel: its class as ``"module:class"``.
         arch: target architecture.
         config: its compile-time configuration.
-        prepare: configuration of the kernel before it.
-        finish: configuration of the kernel after it.
+        dlse: the log-sum-exp has a gradient.
         grid: extent of the work in tiles of keys.
         section: heads whose tiles run together; of sequences of different lengths, tiles.
         reasons: why this kernel and this configuration.
@@ -172,8 +171,7 @@ class BackwardPlan:
     kernel: str
     arch: str
     config: object
-    prepare: object
-    finish: object
+    dlse: bool
     grid: KvGrid
     section: int
     reasons: tuple[str, ...] = ()
@@ -182,9 +180,8 @@ class BackwardPlan:
 
     @property
     def kernels(self) -> tuple[tuple[str, object, str], ...]:
-        """(kernel, config, architecture) of what is launched, in order."""
-        named = ((PREPARE, self.prepare), (self.kernel, self.config), (FINISH, self.finish))
-        return tuple((kernel, config, self.arch) for kernel, config in named)
+        """(kernel, config, architecture) of what is compiled: one function that launches all."""
+        return ((WHOLE, WholeConfig(self.kernel, self.config, self.dlse), self.arch),)
 
     @property
     def query_blocks(self) -> int:
@@ -195,12 +192,11 @@ class BackwardPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Temporary memory: for each query in whole blocks, dQ in float32 and two statistics; two turns of a block.
+        """Temporary memory, one allocation: for each query in whole blocks, dQ in float32 and two statistics; counters.
 
         Of packed queries at most so much.
         """
-        c, blocks = self.config, self.problem.heads_q * self.query_blocks
-        return 4 * blocks * (c.tile_m * (c.dq_width + 2) + 2 * c.turns)
+        return 4 * self.config.workspace_numbers(self.problem.heads_q * self.query_blocks)
 
     def __str__(self):
         lines = [
@@ -338,17 +334,15 @@ def plan_backward(
         raise ValueError("an empty problem (no batch, head, query or key) needs no kernel")
     (name, kernel, module), rejected = _choose_kernel(BACKWARD_KERNELS, problem, arch)
     config, reasons = module.choose_config(problem)
-    prepare, finish = passes_of(config, dlse)
     plan = BackwardPlan(
         problem=problem,
         name=name,
         kernel=kernel,
         arch=arch,
         config=config,
-        prepare=prepare,
-        finish=finish,
+        dlse=dlse,
         grid=kv_grid_of(problem, config.tile_n),
-        section=_backward_section(problem, config, workers),
+        section=backward_section(problem, config, workers),
         reasons=reasons,
         rejected=tuple(rejected),
     )
@@ -360,19 +354,27 @@ def plan_backward(
     return plan
 
 
-def _backward_section(problem: AttentionProblem, config, workers: int) -> int:
+def backward_section(problem: AttentionProblem, config, workers: int) -> int:
     """Heads per section of the backward: about a wave of tiles, which read the same queries at the same time.
 
     Under a causal mask more heads, whose tiles of all lengths fill the gaps; so too where tiles of one head wait for one
-    another.
+    another. Where no CTA takes what another leaves, as many as share the tiles out most evenly.
 
     Sequences of different lengths get the number of tiles: heads are counted for each of them on the GPU.
     """
     if problem.varlen:
         return workers
     grid = kv_grid_of(problem, config.tile_n)
-    wave = max(1, ceil_div(workers_of(workers, config.ctas), grid.n_blocks))
-    return min(grid.head_count, max(wave, config.least_heads))
+    workers = workers_of(workers, config.ctas)
+    least = min(grid.head_count, max(1, ceil_div(workers, grid.n_blocks), config.least_heads))
+    shared_out = config.counts_workers and not config.handed_out  # tiles are, before the launch
+    if not (problem.causal and shared_out) or grid.total > MODELLED_TILES:
+        return least
+    blocks = config.blocks(USUAL_WINDOW if config.left else None)
+    lengths = problem.seqlen_q, problem.seqlen_k
+    schedule = KvTileSchedule(blocks, grid, 1, 0, workers, *lengths)
+    sizes = range(least, min(grid.head_count, least * 3 // 2) + 1)
+    return min(sizes, key=lambda heads: (replace(schedule, section=heads).imbalance(), heads))
 
 
 def gradient_obstacle(problem: AttentionProblem, arch: str = "sm_90a") -> str | None:

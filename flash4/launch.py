@@ -6,6 +6,7 @@ Whoever watches the dispatcher (modes, tracing, functorch, the profiler) gets th
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ _PLAIN = (bool, int, float, type(None))
 _ADDRESS_BITS = ops.ALIGNMENT - 1
 _C = torch._C
 _current_device = getattr(_C, "_cuda_getDevice", lambda: torch.cuda.current_device())
+_dispatch_modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack
+_is_transformed, _tracing = _C._are_functorch_transforms_active, _C._get_tracing_state
+_is_profiled = torch.autograd._profiler_enabled
 _scratch: dict[torch.device, Tensor] = {}
 
 
@@ -38,8 +42,7 @@ def allocator(device_type: str):
     )
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """An output: what the allocator takes."""
 
     shape: tuple
@@ -69,6 +72,7 @@ class Prepared:
         scratch: where the log-sum-exp goes that nobody asks for, or None; it is never read.
         packed: whether q is, and whether k and v are: a batch of one to the kernel.
         order: which of ``OPTIONAL`` the kernel takes, in its order.
+        given: which of ``OPTIONAL`` the call has.
         backward: what its gradients need, None before the first, False if they go the long way.
     """
 
@@ -84,15 +88,15 @@ class Prepared:
     scratch: Tensor | None
     packed: tuple[bool, bool]
     order: tuple[int, ...]
+    given: tuple[int, ...]
     backward: object = None
 
     def run(self, q, k, v, optional, wants_lse):
         """Launch; returns (out, lse)."""
-        empty, out, lse = self.empty, self.out, self.scratch
-        out = empty(out.shape, out.strides, out.dtype)
+        empty, lse = self.empty, self.scratch
+        out = empty(*self.out)
         if lse is None or wants_lse:
-            lse = self.lse
-            lse = empty(lse.shape, lse.strides, lse.dtype)
+            lse = empty(*self.lse)
         if not self.order:
             self.function((q, k, v, out, lse), self.numbers, self.section, self.workers)
             return out, lse
@@ -113,18 +117,18 @@ class Prepared:
 def watched() -> bool:
     """Whether someone looks at what goes through PyTorch's dispatcher."""
     return (
-        _C._len_torch_dispatch_stack() != 0
-        or (_C._len_torch_function_stack() != 0 and not _only_a_default_device())
-        or _C._are_functorch_transforms_active()
-        or _C._get_tracing_state() is not None
-        or torch.autograd._profiler_enabled()
+        _dispatch_modes() != 0
+        or (_function_modes() != 0 and not _only_a_default_device())
+        or _is_transformed()
+        or _tracing() is not None
+        or _is_profiled()
         or forward_ad._current_level >= 0
     )
 
 
 def _only_a_default_device() -> bool:
     """Whether the one function mode is that of ``torch.set_default_device``, which looks at factories alone."""
-    alone = _C._len_torch_function_stack() == 1
+    alone = _function_modes() == 1
     return alone and isinstance(_C._get_function_stack_at(0), DeviceContext)
 
 
@@ -162,7 +166,7 @@ def _find(q, k, v, optional, scalars) -> Prepared | None:
 
 
 def attend(q, k, v, optional, scalars, wants_lse):
-    """Result (out, lse) of a call like one before; None if it must go the long way.
+    """Result (out, lse) of a call like one before, None for lse where nobody asked; None if it must go the long way.
 
     Args:
         q: queries.
@@ -185,7 +189,11 @@ def attend(q, k, v, optional, scalars, wants_lse):
             q.requires_grad or k.requires_grad or v.requires_grad
             or (sink is not None and sink.requires_grad)
         ):  # fmt: skip
-            return None if found.backward is False else _apply(q, k, v, sink, slopes, found)
+            if found.backward is False:
+                return None
+            inputs = (q, k, v, (found, optional))
+            inputs = inputs if sink is None else (*inputs, sink)
+            return _apply_for_both(*inputs) if wants_lse else (_apply(*inputs), None)
     return found.run(q, k, v, optional, wants_lse)
 
 
@@ -215,7 +223,7 @@ def _prepare(q, k, v, options: CallOptions) -> Prepared | None:
     out, lse = ops.empty_output(q4, v4.shape[-1]), ops.empty_lse(q4)
     if not ops.is_addressable(out):
         return None
-    differentiable = not varlen and ops._obstacle(q, k, v, options) is None
+    differentiable = ops._obstacle(q, k, v, options) is None
     return Prepared(
         function=launch.function,
         options=options._replace(**dict.fromkeys(OPTIONAL[:GIVEN])),
@@ -229,6 +237,7 @@ def _prepare(q, k, v, options: CallOptions) -> Prepared | None:
         scratch=_scratch_like(lse),
         packed=(q.ndim == 3, k.ndim == 3),
         order=tuple(OPTIONAL.index(name) for name in launch.tensors),
+        given=tuple(i for i in range(GIVEN) if tensors[i] is not None),
         backward=None if differentiable else False,
     )
 
@@ -252,7 +261,7 @@ def _scratch_like(lse):
     return _scratch[device].as_strided(lse.shape, lse.stride())
 
 
-_OPTIONAL_OF_BACKWARD = {"alibi_slopes", ops.TURNS, ops.NEXT_TILE}
+_OF_KEYS = (0, 1, 1, 0, 0, 0, 0, 1, 1)  # q, k, v, out, its gradient, lse, dq, dk, dv
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -260,130 +269,169 @@ class PreparedBackward:
     """All that the gradients of a call need but tensors.
 
     Attributes:
+        function: launches all kernels.
+        numbers: what it takes besides tensors.
+        section: heads per section of the tile schedule.
         device: index of the device.
         empty: allocator.
-        scale: of scores.
-        kernels: prepare, main and finish.
-        numbers: what the main kernel takes besides tensors.
-        section: heads per section of the tile schedule.
-        strides: of q, k, v, out, lse and the gradient of out, where nothing has to be copied.
         gradients: outputs.
-        workspace: two statistics of each query, sums of dQ, and counters.
-        counters: their names.
-        optional: names of what the main kernel takes beyond that, in its order.
+        workspace: what the kernels need for themselves.
+        strides: of out.
+        of_inputs: strides of q, k and v, None where the function itself refuses what it does not take.
+        packed: whether q is, and whether k and v are: a batch of one to the kernels.
     """
 
-    device: int | None
-    empty: object
-    scale: float
-    kernels: tuple
+    function: object
     numbers: tuple
     section: int
-    strides: tuple
+    device: int | None
+    empty: object
     gradients: tuple[Shape, ...]
-    workspace: tuple[Shape, ...]
-    counters: tuple[str, ...]
-    optional: tuple[str, ...]
+    workspace: Shape
+    strides: tuple
+    of_inputs: tuple | None
+    packed: tuple[bool, bool]
 
     @classmethod
-    def of(cls, q, k, v, out, lse, slopes, options: CallOptions):
+    def of(cls, q, k, v, out, options: CallOptions):
         """That of a call, or False if its gradients must go the long way."""
-        options = options._replace(alibi_slopes=slopes)
         launch = ops._backward_launch_for(q, k, v, options, False)
-        gradients = ops.empty_gradients(q, k, v)
+        gradients, inputs = ops.empty_gradients(q, k, v), (q, k, v)
         if launch is None or any(ops.addressable_out(x) is not x for x in gradients):
             return False
-        if not {*launch.config.optional_tensors} <= _OPTIONAL_OF_BACKWARD:
+        config, (q4, k4, v4) = launch.config, map(ops.as_batch, inputs)
+        given = tuple(x for x in OPTIONAL[1:GIVEN] if getattr(options, x) is not None)
+        if given != config.given_tensors:
+            return False  # mods read more
+        if config.ragged_q and not ops.has_whole_rows(q4):
             return False
-        config, rows = launch.config, (q.shape[0], q.shape[2], launch.query_blocks)
-        counters = ops.counter_shapes(config, rows)
-        shapes = [(*rows[:2], rows[2] * config.tile_m)] * 2
-        shapes.append((*rows, config.tile_m * config.dq_width))
-        workspace = [Shape.of(torch.empty(s, dtype=torch.float32, device="meta")) for s in shapes]
-        for shape in counters.values():
-            workspace.append(Shape.of(torch.empty(shape, dtype=torch.int32, device="meta")))
+        if config.ragged_k and not (ops.has_whole_rows(k4) and ops.has_whole_rows(v4)):
+            return False
+        numbers = config.workspace_numbers(launch.blocks(q4))
         return cls(
-            device=q.device.index,
-            empty=allocator(q.device.type),
-            scale=options.softmax_scale,
-            kernels=(launch.prepare, launch.main, launch.finish),
+            function=launch.function,
             numbers=ops._backward_numbers(config.numbers, options, launch.workers),
             section=launch.section,
-            strides=tuple(x.stride() for x in (q, k, v, out, lse, out)),
+            device=q.device.index,
+            empty=allocator(q.device.type),
             gradients=tuple(map(Shape.of, gradients)),
-            workspace=tuple(workspace),
-            counters=tuple(counters),
-            optional=tuple(config.optional_tensors),
+            workspace=Shape((numbers,), (1,), torch.float32),
+            strides=out.stride(),
+            of_inputs=tuple(x.stride() for x in inputs) if config.varlen else None,
+            packed=(q.ndim == 3, k.ndim == 3),
         )
 
-    def run(self, dout, saved):
+    def run(self, dout, q, k, v, out, lse, given):
         """Launch; returns gradients of q, k and v, or None if they must go the long way.
 
         Args:
             dout: gradient of out, any strides.
-            saved: q, k, v, out, lse and slopes, as hooks gave them back.
+            q: queries, as hooks gave them back, like all that follows.
+            k: keys.
+            v: values.
+            out: result of the call.
+            lse: log-sum-exp of the call.
+            given: the other tensors of the call.
         """
-        q, k, v, out, lse, slopes = saved
-        tensors = (q, k, v, out, lse, dout)
-        if any([x.__class__ is not Tensor for x in tensors]) or self.device != _current_device():
+        kind = dout.__class__
+        if not (
+            kind is q.__class__ is k.__class__ is v.__class__ is out.__class__ is lse.__class__
+            and kind is Tensor and self.device == _current_device() and not dout.is_neg()
+        ):  # fmt: skip
             return None
-        address = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
-        strides = tuple([x.stride() for x in tensors])
-        if address & _ADDRESS_BITS or strides[:-1] != self.strides[:-1] or dout.is_neg():
-            return None
-        if strides[-1] != self.strides[-1] or dout.data_ptr() & _ADDRESS_BITS:
+        if dout.stride() != self.strides or dout.data_ptr() & _ADDRESS_BITS:
             dout = ops.addressable(dout)
-        return self._launch(dout, saved)
-
-    def _launch(self, dout, saved):
-        q, k, v, out, lse, slopes = saved
-        empty = self.empty
-        dq, dk, dv = (empty(x.shape, x.strides, x.dtype) for x in self.gradients)
-        lse2, delta, sums, *counters = (empty(x.shape, x.strides, x.dtype) for x in self.workspace)
-        prepare, main, finish = self.kernels
-        prepare((out, dout, lse, lse2, delta, sums, *counters))
-        made = {"alibi_slopes": slopes, **dict(zip(self.counters, counters))}
-        optional = [made[name] for name in self.optional]
-        main((q, k, v, dout, lse2, delta, sums, dk, dv, *optional), self.numbers, self.section)
-        finish((sums, dq), self.scale)
+        empty, (dq, dk, dv) = self.empty, self.gradients
+        dq, dk, dv = empty(*dq), empty(*dk), empty(*dv)
+        tensors = (q, k, v, out, dout, lse, dq, dk, dv)
+        if self.of_inputs is not None:
+            if (q.stride(), k.stride(), v.stride()) != self.of_inputs:
+                return None
+            tensors = self._as_batches(tensors)
+        try:
+            self.function((*tensors, empty(*self.workspace), *given), self.numbers, self.section)
+        except (
+            ValueError
+        ):  # what hooks gave back lies as the kernels do not take it: nothing was launched
+            return None
         return dq, dk, dv
+
+    def _as_batches(self, tensors):
+        """Those of sequences, as the kernels see them."""
+        found = [
+            x.unsqueeze(0) if self.packed[of_keys] else x for x, of_keys in zip(tensors, _OF_KEYS)
+        ]
+        found[4] = ops.whole_rows(found[4])
+        return found
 
 
 class _Attention(torch.autograd.Function):
-    """Autograd of the short way; the operator of ``ops`` has its own, which does the same."""
+    """Autograd of the short way to out alone; the operator of ``ops`` has its own, which does the same."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sink, slopes, found):
-        out, lse = found.run(q, k, v, (sink, slopes, None, None, None, None), True)
-        ctx.save_for_backward(q, k, v, out, lse, sink, slopes)
+    def forward(ctx, q, k, v, call, sink=None):
+        return _run_and_save(ctx, q, k, v, call)[0]
+
+    @staticmethod
+    def backward(ctx, dout):
+        return _gradients(ctx, dout, None)
+
+
+class _AttentionAndLse(torch.autograd.Function):
+    """The same to out and lse, which may both have a gradient."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, call, sink=None):
         ctx.set_materialize_grads(False)
-        ctx.found = found
-        return out, lse
+        return _run_and_save(ctx, q, k, v, call)
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        found, (*saved, sink, slopes) = ctx.found, ctx.saved_tensors
-        if sink is None and dlse is None and dout is not None and not torch.is_grad_enabled():
-            gradients = _gradients(found, dout, (*saved, slopes))
-            if gradients is not None:
-                return *gradients, None, None, None
-        options = found.options._replace(sink=sink, alibi_slopes=slopes)
-        dout = torch.zeros_like(saved[3]) if dout is None else dout
-        *gradients, dsink = ops.backward(dout, dlse, *saved, *ops.backward_fields(options))
-        return *gradients, None if sink is None else dsink, None, None
+        return _gradients(ctx, dout, dlse)
 
 
-_apply = super(torch.autograd.Function, _Attention).apply  # what comes before is for functorch
+# What comes before is for functorch.
+_apply = super(torch.autograd.Function, _Attention).apply
+_apply_for_both = super(torch.autograd.Function, _AttentionAndLse).apply
 
 
-def _gradients(found: Prepared, dout, saved):
-    """Gradients of q, k and v the short way; None if they must go the long way."""
-    if watched():
-        return None
-    prepared = found.backward
-    if prepared is None:
-        prepared = found.backward = PreparedBackward.of(*saved, found.options)
-    return None if prepared is False else prepared.run(dout, saved)
+def _run_and_save(ctx, q, k, v, call):
+    """Result of a call, (what is prepared for it, its other tensors); the sink among them is an input of its own too."""
+    found, optional = call
+    out, lse = found.run(q, k, v, optional, True)
+    if found.given:
+        ctx.save_for_backward(q, k, v, out, lse, *[optional[i] for i in found.given])
+    else:
+        ctx.save_for_backward(q, k, v, out, lse)
+    ctx.found = found
+    return out, lse
+
+
+def _gradients(ctx, dout, dlse):
+    """Gradients of what ``_Attention.forward`` takes."""
+    found, (q, k, v, out, lse, *given) = ctx.found, ctx.saved_tensors
+    if dlse is None and dout is not None and not torch.is_grad_enabled() and not watched():
+        prepared = found.backward
+        if prepared is None:
+            prepared = found.backward = _prepare_backward(found, q, k, v, out, given)
+        gradients = prepared.run(dout, q, k, v, out, lse, given) if prepared else None
+        if gradients is not None:
+            return *gradients, None
+    options = _options_of(found, given)
+    dout = torch.zeros_like(out) if dout is None else dout
+    fields = ops.backward_fields(options)
+    *gradients, dsink = ops.backward(dout, dlse, q, k, v, out, lse, *fields)
+    return (*gradients, None) if options.sink is None else (*gradients, None, dsink)
+
+
+def _options_of(found: Prepared, given) -> CallOptions:
+    """Those of a call, with its tensors."""
+    return found.options._replace(**{OPTIONAL[i]: x for i, x in zip(found.given, given)})
+
+
+def _prepare_backward(found: Prepared, q, k, v, out, given):
+    options = _options_of(found, given)
+    return options.sink is None and PreparedBackward.of(q, k, v, out, options)
 
 
 # The operators, which compiled graphs call, have a look-up of their own: below the dispatcher nobody watches.
@@ -412,30 +460,28 @@ def _operator_scalars(options: CallOptions) -> tuple:
 def backward_operator(dout, dlse, q, k, v, out, lse, *fields):
     """``flash4::backward`` on a GPU, the short way if it had such a call before."""
     inputs, options = (q, k, v), ops.backward_options(fields)
-    rare = (dlse, options.sink, options.aux_tensors, *options.lengths)
-    if all(x is None for x in rare):
-        tensors = (None, options.alibi_slopes, None, None, None, None)
+    if dlse is None and options.sink is None and options.aux_tensors is None:
         scalars = ("backward", options.softmax_scale, options.causal, options.softcap)
         scalars += (options.window_left, options.window_right, options.deterministic)
         scalars += (options.score_mod, options.score_mod_bwd, options.mask_mod)
-        saved = (*inputs, out, lse, options.alibi_slopes)
-        key = _key(*inputs, tensors, scalars)
+        key = _key(*inputs, options[_TENSORS], scalars)
         found = ops._backward_launches.get(key)
-        if found is None and _fits(saved, options):
-            found = PreparedBackward.of(*saved, options)
+        if found is None and _fits((*inputs, out), lse, options):
+            found = PreparedBackward.of(*inputs, out, options)
             ops.keep(ops._backward_launches, key, found)
-        gradients = found.run(dout, saved) if found else None
+        given = [x for x in options[_TENSORS] if x is not None]
+        gradients = found.run(dout, *inputs, out, lse, given) if found else None
         if gradients is not None:
             return *gradients, lse.new_empty(0)
     return ops.run_backward(dout, dlse, inputs, out, lse, options)
 
 
-def _fits(saved, options: CallOptions) -> bool:
+def _fits(rows, lse, options: CallOptions) -> bool:
     """Whether nothing of what a forward saved has to be changed before the launch."""
-    *rows, lse, slopes = saved
     if any(x.__class__ is not Tensor or not ops.is_addressable(x) for x in rows):
         return False
-    if slopes is not None and _is_converted(OPTIONAL.index("alibi_slopes"), options):
+    given = options[_TENSORS]
+    if any(_is_converted(i, options) for i in range(GIVEN) if given[i] is not None):
         return False
     return lse.is_contiguous() and all(x.numel() for x in rows)
 

@@ -23,9 +23,7 @@ MAX_LAUNCHES = 8_192
 REDONE = "redone"  # names of counters among a kernel's optional tensors
 NEXT_TILE = "next_tile"  # zero at the launch
 RESET_COUNTER = "reset_counter"  # the same, and zero again behind it
-TURNS = "turns"
 THREADS_STREAM = 2  # handle by which each thread means a stream of its own
-LENGTHS_OF_QUERIES = ("cu_seqlens_q", "seqused_q")
 
 
 @dataclass(frozen=True)
@@ -355,22 +353,22 @@ class BackwardLaunch:
     """What a backward needs at run time, looked up by shapes.
 
     Attributes:
-        prepare: compiled kernel before the main one.
-        main: compiled kernel.
-        finish: compiled kernel after it.
+        function: compiled; it launches the three kernels.
         config: of the main kernel.
         section: heads per section of the tile schedule.
         query_blocks: blocks of queries of each head, of a batch entry or of packed queries.
         workers: multiprocessors.
     """
 
-    prepare: object
-    main: object
-    finish: object
+    function: object
     config: object
     section: int
     query_blocks: int
     workers: int
+
+    def blocks(self, q) -> int:
+        """Blocks of queries of all heads of q (B, S, H, D)."""
+        return q.shape[0] * q.shape[2] * self.query_blocks
 
 
 _backward_launches: dict[tuple, BackwardLaunch | None] = {}
@@ -395,9 +393,9 @@ def _backward_launch_for(q, k, v, options: CallOptions, dlse: bool) -> BackwardL
 
 
 def launch_of(plan: BackwardPlan, blocks: int, workers: int) -> BackwardLaunch:
-    """Compiled kernels of a plan; ``blocks`` as of ``query_blocks``, ``workers`` the GPU's multiprocessors."""
-    prepare, main, finish = (kernel_for(*kernel) for kernel in plan.kernels)
-    return BackwardLaunch(prepare, main, finish, plan.config, plan.section, blocks, workers)
+    """Compiled function of a plan; ``blocks`` as of ``query_blocks``, ``workers`` the GPU's multiprocessors."""
+    (kernel,) = plan.kernels
+    return BackwardLaunch(kernel_for(*kernel), plan.config, plan.section, blocks, workers)
 
 
 def query_blocks(q, tile: int, options: CallOptions) -> int:
@@ -439,39 +437,26 @@ def launch_backward(launch: BackwardLaunch, dout, dlse, inputs, out, lse, option
     obstacle = launch.config.lengths_obstacle(q.shape[1], k.shape[1])
     if obstacle is not None:
         raise ValueError(obstacle)
-    config, rows = launch.config, (q.shape[0], q.shape[2], launch.query_blocks)
+    config = launch.config
     q, dout = (whole_rows(x) if config.ragged_q else x for x in (q, dout))
     k, v = (whole_rows(x) if config.ragged_k else x for x in (k, v))
-    statistics = q.new_empty((2, *rows[:2], rows[2] * config.tile_m), dtype=torch.float32)
-    sums = q.new_empty((*rows, config.tile_m * config.dq_width), dtype=torch.float32)
-    shapes = counter_shapes(config, rows)
-    counters = {name: q.new_empty(shape, dtype=torch.int32) for name, shape in shapes.items()}
+    blocks = launch.blocks(q)
+    workspace = q.new_empty(config.workspace_numbers(blocks), dtype=torch.float32)
     batch = options.batch(inputs[0])
-    optional = {
-        name: counters[name] if name in counters else _optional_tensor(name, options, batch)
-        for name in config.optional_tensors
-    }
-    lengths = [optional[name] for name in LENGTHS_OF_QUERIES if name in optional]
-    prepared = (out, dout, as_batch(lse, 3).contiguous(), *statistics, sums, *lengths)
-    prepared += tuple(counters.values())
-    prepared += () if dlse is None else (as_batch(dlse, 3),)
-    tensors = (q, k, v, dout, *statistics, sums, dk, dv, *optional.values())
+    optional = [_optional_tensor(name, options, batch) for name in config.given_tensors]
+    optional += [] if dlse is None else [as_batch(dlse, 3)]
+    rows = as_batch(lse, 3).contiguous()
+    tensors = (q, k, v, out, dout, rows, dq, dk, dv, workspace, *optional)
     with torch.cuda.device(q.device):
-        launch.prepare(prepared)
         numbers = _backward_numbers(config.numbers, options, launch.workers)
-        launch.main(tensors, numbers, launch.section)
-        launch.finish((sums, dq, *lengths), options.softmax_scale)
+        launch.function(tensors, numbers, launch.section)
     if sink is None:
         return *gradients, lse.new_empty(0)
-    delta = statistics_of_rows(statistics[1], lse, options.cu_seqlens_q, config.tile_m)
+    first, count = config.workspace(blocks)["delta"]
+    delta = workspace[first : first + count].view(*rows.shape[:2], -1)
+    delta = statistics_of_rows(delta, lse, options.cu_seqlens_q, config.tile_m)
     delta = -delta if config.negates else delta
     return *gradients, _gradient_of_sink(delta, as_batch(lse, 3), sink)
-
-
-def counter_shapes(config, rows) -> dict[str, tuple[int, ...]]:
-    """Counters of a backward, int32, that the first kernel sets to zero; ``rows`` are (batch, heads, blocks of queries)."""
-    given = {TURNS: (config.turns, (*rows, 2)), NEXT_TILE: (config.handed_out, (1,))}
-    return {name: shape for name, (present, shape) in given.items() if present}
 
 
 def as_batch(x, ndim: int = 4):

@@ -6,6 +6,8 @@ share its KV head: one (block, head) is a step.
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from flash4.common.geometry import Phase, QueryBlocks, ceil_div, choose, imax, imin
 
 
@@ -184,6 +186,17 @@ class KvTileSchedule(KvSteps):
             first_block=self.blocks.first(n_block, *lengths),
             steps=self.blocks.count(n_block, *lengths) * grid.ratio,
         )
+
+    def imbalance(self) -> float:
+        """Host only: the busiest CTA's steps over the mean."""
+        lengths = (self.seqlen_q, self.seqlen_k)
+        steps = np.array([self.blocks.count(n, *lengths) for n in range(self.grid.n_blocks)])
+        index = np.arange(self.grid.total)
+        section = index // (self.section * self.grid.n_blocks)
+        within = index - section * self.section * self.grid.n_blocks
+        heads = np.minimum(self.section, self.grid.head_count - section * self.section)
+        loads = np.bincount(index % self.step, steps[within // heads], self.step)
+        return float(loads.max() * self.step / loads.sum())
 
     def lengths(self, tile):
         """(queries, keys) of a tile's sequence."""

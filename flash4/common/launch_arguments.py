@@ -64,12 +64,12 @@ class _Sizes:
         return self.rows(self.batch_k, self.seqlen_k, self.heads_kv, head_dim)
 
 
-def _arguments(config, tensors, optional, ints: int):
-    """Tensors, numbers and so many more int32 as a launch takes them."""
+def _arguments(config, names, tensors, optional, ints: int):
+    """Tensors, those of these names among them, numbers and so many more int32 as a launch takes them."""
     optional |= {name: _vector(Int32, cute.sym_int()) for name in LENGTHS}
     optional |= {name: _vector(Int32, 1) for name in COUNTERS}
     optional |= {f"{AUX}{i}": fake_aux(*kind) for i, kind in enumerate(decode_aux(config.aux))}
-    tensors += tuple(optional[name] for name in config.optional_tensors)
+    tensors += tuple(optional[name] for name in names)
     numbers = tuple(Int32(1) if name in INTEGERS else Float32(1) for name in config.numbers)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return (tensors, numbers, *(Int32(1) for _ in range(ints)), stream)
@@ -89,7 +89,7 @@ def fake_forward(config, element):
         "sink": _vector(Float32, sizes.heads),
         "alibi_slopes": _vector(Float32, cute.sym_int(), sizes.heads),
     }
-    return _arguments(config, tensors, optional, 2)
+    return _arguments(config, config.optional_tensors, tensors, optional, 2)
 
 
 def fake_backward(config, element):
@@ -114,7 +114,32 @@ def fake_backward(config, element):
         "alibi_slopes": _vector(Float32, cute.sym_int(), sizes.heads),
         "turns": _vector(Int32, sizes.batch, sizes.heads, blocks, TURNS),
     }
-    return _arguments(config, tensors, optional, 1)
+    return _arguments(config, config.optional_tensors, tensors, optional, 1)
+
+
+def fake_whole_backward(config, element, dlse: bool):
+    """Arguments of a whole backward, with symbolic sizes and strides: (tensors, numbers, section, stream)."""
+    sizes = _Sizes(config, element)
+    rows = (sizes.batch, sizes.heads, sizes.seqlen_q)
+    tensors = (
+        sizes.of_queries(sizes.head_dim),
+        sizes.of_keys(sizes.head_dim),
+        sizes.of_keys(sizes.head_dim_v),
+        sizes.of_queries(sizes.head_dim_v),
+        sizes.of_queries(sizes.head_dim_v),
+        _vector(Float32, *rows),
+        sizes.of_queries(sizes.head_dim),
+        sizes.of_keys(sizes.head_dim),
+        sizes.of_keys(sizes.head_dim_v),
+        cute.runtime.make_fake_tensor(Float32, (_sym(),), stride=(1,), assumed_align=16),
+    )
+    optional = {"alibi_slopes": _vector(Float32, cute.sym_int(), sizes.heads)}
+    tensors, *rest = _arguments(config, config.given_tensors, tensors, optional, 1)
+    if dlse:
+        strides = (_sym(), _sym(), _sym())
+        fake = cute.runtime.make_fake_tensor(Float32, rows, stride=strides, assumed_align=4)
+        tensors += (fake,)
+    return (tensors, *rest)
 
 
 def aux_of(optional: dict):

@@ -7,6 +7,8 @@ from flash4.common.geometry import KvBlocks, QueryBlocks
 from flash4.common.mods import AUX, decode_aux
 
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")  # fields of CallOptions
+COUNTERS = ("turns", "next_tile")  # of a backward, int32, in its workspace
+LINE = 32  # numbers of 4 bytes; the counter of tiles, which all CTAs write, has a line of the cache to itself
 UNEVEN_SECTION_HEADS = 16  # whose tiles, longest first, balance well and still share L2
 
 
@@ -150,3 +152,30 @@ class BackwardLaunch(LaunchFacts):
         """Tensors that the launch takes after dk and dv, in order."""
         given = {"alibi_slopes": self.alibi, "turns": self.turns, "next_tile": self.handed_out}
         return (*_present(given | self._lengths()), *self._aux())
+
+    @property
+    def given_tensors(self) -> tuple[str, ...]:
+        """Those of them that are not part of the workspace."""
+        return tuple(name for name in self.optional_tensors if name not in COUNTERS)
+
+    def workspace(self, blocks) -> dict[str, tuple]:
+        """(first, count) of what a backward needs for itself, by name, in numbers of 4 bytes of one allocation; dual-mode.
+
+        Args:
+            blocks: of queries, of all heads and batch entries.
+        """
+        rows = blocks * self.tile_m
+        sizes = {"sums": rows * self.dq_width, "lse": rows, "delta": rows}
+        if self.handed_out:
+            sizes["next_tile"] = LINE
+        if self.turns:
+            sizes["turns"] = 2 * blocks
+        places, first = {}, 0
+        for name, size in sizes.items():
+            places[name] = (first, size)
+            first = first + size
+        return places
+
+    def workspace_numbers(self, blocks) -> int:
+        """How many that are; ``blocks`` as there."""
+        return sum(size for _, size in self.workspace(blocks).values())

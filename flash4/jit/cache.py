@@ -67,7 +67,7 @@ class KernelCache:
             lock = self._locks.setdefault(key, threading.Lock())
         with lock:
             if key not in self._launchers:
-                self._launchers[key] = self._load_or_compile(key)
+                self._launchers[key] = jit_compile.launcher(self._load_or_compile(key))
             return self._launchers[key]
 
     def contains(self, kernel: str, config, arch: str) -> bool:

@@ -4,13 +4,13 @@ The DSL is imported here and in the kernels only, and only when something must b
 kernels in the disk cache never imports it.
 """
 
-import importlib
 import os
 import subprocess
 import tempfile
 import threading
 from pathlib import Path
 
+from flash4.common.kernels import load_kernel
 from flash4.jit import versions
 
 ENTRY = "flash4_launch"  # exported function of every compiled kernel
@@ -23,17 +23,6 @@ def _after_fork():
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def load_kernel(kernel: str, config):
-    """Instantiate a kernel class.
-
-    Args:
-        kernel: ``"module:class"``.
-        config: the frozen config that the class takes.
-    """
-    module, name = kernel.split(":")
-    return getattr(importlib.import_module(module), name)(config)
 
 
 def compile_kernel(kernel: str, config, arch: str, dump_dir: str | None = None):
@@ -79,6 +68,18 @@ def _failure(kernel, config, arch, error) -> str:
         f"flash4 could not compile {kernel} for {arch} with {config}: {type(error).__name__}: {error}\n"
         f"{versions.report()}\n  to do: {advice}"
     )
+
+
+def launcher(compiled):
+    """What to call of a compiled kernel: the function behind the DSL's object, which looks for keywords at every call.
+
+    There is none where a kernel is compiled for another machine.
+    """
+    function = getattr(compiled, "__tvm_ffi_object__", lambda: None)()
+    if function is None:
+        return compiled
+    function.compiled = compiled  # for as long as it lives
+    return function
 
 
 def link(compiled, target: Path) -> bool:

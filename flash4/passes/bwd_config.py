@@ -2,7 +2,11 @@
 
 from dataclasses import dataclass
 
+from flash4.common.kv_tiles import slots_of
+from flash4.common.launch_facts import COUNTERS
+
 THREADS = 256
+WHOLE = "flash4.passes.bwd_whole:WholeBackward"
 PREPARE = "flash4.passes.bwd_prepare:PrepareBackward"
 FINISH = "flash4.passes.bwd_finish:FinishBackward"
 
@@ -83,3 +87,67 @@ def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig]:
         *lengths,
         **config.order_of_sums,
     )
+
+
+@dataclass(frozen=True)
+class WholeConfig:
+    """Facts of a whole backward, which one call launches.
+
+    Attributes:
+        kernel: class of the main kernel as ``"module:class"``.
+        main: its config.
+        dlse: the LSE has a gradient.
+    """
+
+    kernel: str
+    main: object
+    dlse: bool
+
+    @property
+    def score_mod(self) -> int:
+        """Key of the mod of the main kernel; 0 for none, as the next."""
+        return getattr(self.main, "score_mod", 0)
+
+    @property
+    def mask_mod(self) -> int:
+        """The same of the mask."""
+        return getattr(self.main, "mask_mod", 0)
+
+    @property
+    def passes(self) -> tuple[PrepareConfig, FinishConfig]:
+        """The kernels around the main one."""
+        return passes_of(self.main, self.dlse)
+
+    def parts(self, tensors, view, wide=int) -> tuple[tuple, tuple, tuple]:
+        """Tensors of the three kernels, of those that the call is given; dual-mode.
+
+        Args:
+            tensors: q, k, v, out, dout, lse, dq, dk, dv, workspace, those that ``main.given_tensors`` names, and dlse.
+            view: (name, first number, shape) -> a part of the workspace.
+            wide: makes an integer one that holds the size of the workspace.
+        """
+        c = self.main
+        q, k, v, out, dout, lse, dq, dk, dv, _, *rest = tensors
+        optional = dict(zip(c.given_tensors, rest, strict=False))
+        lengths = [optional[name] for name in ("cu_seqlens_q", "seqused_q") if name in optional]
+        sequences = optional["cu_seqlens_q"].shape[0] - 1 if c.cu_q else 1
+        rows = (q.shape[0], q.shape[2], slots_of(sequences, q.shape[1], c.tile_m, c.cu_q))
+        padded = (*rows[:2], rows[2] * c.tile_m)
+        shapes = {
+            "sums": (*rows, c.tile_m * c.dq_width),
+            "lse": padded,
+            "delta": padded,
+            "next_tile": (1,),
+            "turns": (*rows, 2),
+        }
+        places = c.workspace(wide(rows[0] * rows[1] * rows[2]))
+        made = {name: view(name, first, shapes[name]) for name, (first, _) in places.items()}
+        sums, statistics = made["sums"], (made["lse"], made["delta"])
+        counters = [made[name] for name in COUNTERS if name in made]
+        dlse = rest[-1:] if self.dlse else ()
+        optional |= made
+        return (
+            (out, dout, lse, *statistics, sums, *lengths, *counters, *dlse),
+            (q, k, v, dout, *statistics, sums, dk, dv, *(optional[n] for n in c.optional_tensors)),
+            (sums, dq, *lengths),
+        )

@@ -1,5 +1,6 @@
 """What a step of the simulated backward makes of its scores: P, and of P and dP dS; in NumPy."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,7 @@ class Step:
         tile: of the schedule.
         i: number of the step.
         masked: whether there is a mask.
+        columns: which of the step's queries.
     """
 
     call: object
@@ -36,11 +38,12 @@ class Step:
     tile: object
     i: int
     masked: bool
+    columns: object = ...
 
     @property
     def _queries(self):
         block, _ = self.call.tiles.place(self.tile, self.i)
-        return block * self.call.config.tile_m + np.arange(self.call.config.tile_m)
+        return block * self.call.config.tile_m + np.arange(self.call.config.tile_m)[self.columns]
 
     @property
     def _keys(self):
@@ -106,21 +109,23 @@ class Scores:
     Attributes:
         step: whose they are.
         values: by key and query.
-        slot: of the queries and their LSE.
+        lse: reads the LSE of the queries.
+        hides: whether dS of a mask's pairs is 0 whatever D is.
     """
 
     step: Step
     values: np.ndarray
-    slot: object
+    lse: Callable[[], np.ndarray]
+    hides: bool = True
 
     def ds(self, difference):
         """dS^T = P^T (dP^T - D), of that difference, and through a score_mod."""
         config = self.step.call.config
         if not config.score_mod:
-            hidden = (self.values == 0) & (self.step.masked and config.varlen)
+            hidden = (self.values == 0) & (self.step.masked and config.varlen and self.hides)
             with np.errstate(invalid="ignore"):
                 return np.where(hidden, np.float32(0), self.values * difference)
-        pairs = self.step.pairs(self.values, self.slot.region.read()[:, -1])
+        pairs = self.step.pairs(self.values, self.lse())
         derivative = mods.function(config.score_mod_bwd)
         gradient = derivative(pairs.p * difference, pairs.score, *self.step.where())
         return np.where(pairs.seen, gradient, np.float32(0)) * pairs.slope

@@ -12,10 +12,10 @@ import numpy as np
 from flash4.common.dsl import plain
 from flash4.common.fragments import GROUP_NUMBERS, dq_place
 from flash4.common.graph import WARP, launch_registers
-from flash4.common.numerics import LOG2E
 from flash4.problem import CallOptions
 from flash4.sim.barriers import NamedBarrier, Semaphore
 from flash4.sim.bulk import Accumulator, BulkGroups, load
+from flash4.sim.bwd_scores import Scores, Step
 from flash4.sim.calls import BackwardCall, batched, gradients, prepare
 from flash4.sim.cluster import Cluster, lane_called
 from flash4.sim.limits import WarpRole, check_registers, check_tmem
@@ -43,6 +43,7 @@ from flash4.sm100.fwd_graph import TMEM_COLUMNS
 
 PARTS = 2  # halves of a step's queries, of which each warpgroup has 32
 BARRIER_COMPUTE, BARRIER_REDUCE = 2, 3
+NO_TURN = "a tile without a turn"  # whose additions are of zeros, in any order
 
 
 @dataclass(frozen=True)
@@ -291,9 +292,10 @@ class ComputeOps(WarpOps):
         return self._call.tiles.phases(tile)
 
     def place(self, tile, i, phase):
-        """(batch entry, query head, block of queries) of step ``i``."""
-        block, head = self._call.tiles.place(tile, i)
-        return self._call.tiles.where(tile).batch, head, block
+        """Step ``i``, of this warp's keys and queries."""
+        first = self._rank * ROWS + self._lanes.start
+        keys = slice(first, first + WARP)
+        return Step(self._call, keys, tile, i, phase.masked, self._columns())
 
     def _columns(self):
         """Queries of this warp in a step."""
@@ -308,45 +310,16 @@ class ComputeOps(WarpOps):
         """S^T in registers."""
         return self._both("S", self._map.s())
 
-    def softmax(self, tile, place, scores, slot, phase):
-        """(P^T, times the slope of a cap; P^T in 16 bit)."""
-        c, options, columns = self._config, self._call.options, self._columns()
-        scale = np.float32(options.softmax_scale)
-        lse = self._memory.stat(slot.index).read()[0][columns]
-        slope = np.float32(1)
-        if c.softcap:
-            capped = np.tanh(scores * np.float32(options.softmax_scale / options.softcap))
-            slope = (1 - capped.astype(np.float64) ** 2).astype(np.float32)
-            x = capped * np.float32(options.softcap * LOG2E)
-        else:
-            x = scores * np.float32(scale * LOG2E)
-        x = x + lse
-        x = self._change(tile, place, x, phase)
-        p = np.exp2(x)
-        return p * slope, round_to_16_bit(p, c.bf16)
+    def _lse(self, slot):
+        """LSE of this warp's queries; the kernel has it negated, to add it."""
+        return -self._memory.stat(slot.index).read()[0][self._columns()]
 
-    def _change(self, tile, place, x, phase):
-        """Slopes and mask."""
-        call, c = self._call, self._config
-        batch, head, block = place
-        tiles, lengths = call.tiles, call.tiles.lengths(tile)
-        query = block * TILE_M + self._columns()
-        first_key = tile.n_block * c.tile_n + self._rank * ROWS + self._lanes.start
-        keys = first_key + np.arange(WARP)
-        if c.alibi:
-            distance = query + lengths[1] - lengths[0] - keys[:, None]
-            slope = np.float32(call.options.alibi_slopes[batch, head] * LOG2E)
-            x = x - slope * np.abs(distance).astype(np.float32)
-        if phase.masked:
-            begins, ends = (
-                np.array([edge(int(key), *lengths) for key in keys])[:, None]
-                for edge in (tiles.blocks.query_begin, tiles.blocks.query_end)
-            )
-            seen = query >= begins
-            if c.left:
-                seen &= query < ends
-            x = np.where(seen, x, np.float32(-np.inf))
-        return x
+    def softmax(self, tile, place, scores, slot, phase):
+        """(what dS takes: P^T, times the slope of a cap, or with a score_mod S^T; P^T in 16 bit)."""
+        pairs = place.pairs(scores, self._lse(slot))
+        values = scores if self._config.score_mod else pairs.p * pairs.slope
+        probs = round_to_16_bit(pairs.p, self._config.bf16)
+        return Scores(place, values, lambda: self._lse(slot), hides=False), probs
 
     def _pack(self, name, column, values):
         """Store 16-bit values over what this warp has read."""
@@ -363,10 +336,11 @@ class ComputeOps(WarpOps):
         self._pack("P", self._map.s(), probs)
 
     def grad(self, weights, slot):
-        """dS^T = P^T (dP^T - D), in 16 bit."""
+        """dS^T = P^T (dP^T - D), in 16 bit; of a tile that nobody sees 0 whatever D is."""
         dp = self._both("dP", self._map.dp())
         delta = self._memory.stat(slot.index).read()[1][self._columns()]
-        return round_to_16_bit(weights * (dp + delta), self._config.bf16)
+        grads = round_to_16_bit(weights.ds(dp + delta), self._config.bf16)
+        return grads if self._call.tiles.is_seen(weights.step.tile) else np.zeros_like(grads)
 
     def store_dst(self, grads):
         """In a pair dS^T over dP^T."""
@@ -458,7 +432,9 @@ class ReduceOps(WarpOps):
     def place(self, tile, i):
         """Where the sums of step ``i`` lie, the block of queries, and whose addition it is."""
         block, _ = self._call.tiles.place(tile, i)
-        return (*self._call.block_of(tile, i), block, f"{tile.index} {tile.n_block}")
+        has_turn = self._call.tiles.rank_of(tile, block) >= 0
+        whose = f"{tile.n_block}" if has_turn else NO_TURN
+        return (*self._call.block_of(tile, i), block, whose)
 
     def add_dq(self, place, part):
         """Start the addition of a part, by the first warp."""

@@ -425,15 +425,15 @@ def costs_of(shape: Shape, chip: TensorMemoryChip, short=8, long=16) -> Costs:
 
 
 def tflops(seqlen: int, causal: bool, shape: Shape, costs: Costs, chip: TensorMemoryChip) -> float:
-    """Speed at 32k tokens and 16 heads of a sequence, as benchmarks count; tiles go to the CTA that is free, longest first
-    if the kernel is persistent, else head by head."""
+    """Speed at 32k tokens and 16 heads of a sequence, as benchmarks count; tiles go head by head to the CTA that is free.
+
+    What a persistent kernel does with its tiles is in ``sm100_bwd_turns``.
+    """
     config, heads = shape.config, 32_768 // seqlen * 16
-    tiles = ceil_div(seqlen, config.tile_n)
-    blocks = config.blocks() if causal == config.causal else None
-    counts = [blocks.count(n, seqlen, seqlen) for n in range(tiles)]
-    order = [n for n in counts for _ in range(heads)] if shape.persistent else counts * heads
+    blocks = config.blocks()
+    counts = [blocks.count(n, seqlen, seqlen) for n in range(ceil_div(seqlen, config.tile_n))]
     loads = [0.0] * (chip.sms // config.ctas)
-    for count in order:
+    for count in counts * heads:
         start = heapq.heappop(loads)
         heapq.heappush(loads, start + costs.tile + count * costs.step)
     microseconds = max(loads) / chip.mma_mhz + chip.launch_us

@@ -294,6 +294,11 @@ class ReduceOps:
         self._bulk.wait_group(0)
 
 
+def lse_of(q_slot) -> np.ndarray:
+    """LSE of a slot's queries, the column behind them."""
+    return q_slot.region.read()[:, -1]
+
+
 class MmaOps:
     """Verbs of the ``mma`` role, for one warpgroup."""
 
@@ -341,13 +346,12 @@ class MmaOps:
 
     def softmax(self, tile, i, s, q_slot, phase):
         """P^T = exp2(scale_log2 S^T - LSE); returns what dS takes: that times the slope of the cap, or with a score_mod S^T."""
-        lse = q_slot.region.read()[:, -1]
         step = Step(self._call, self._rows, tile, i, phase.masked)
-        pairs = step.pairs(s.values, lse)
+        pairs = step.pairs(s.values, lse_of(q_slot))
         self._p.values[:] = round_to_16_bit(pairs.p, self._config.bf16)
         if not self._config.score_mod:
             s.values[:] = pairs.p * pairs.slope
-        return Scores(step, s.values, q_slot)
+        return Scores(step, s.values, lambda: lse_of(q_slot))
 
     def ds(self, i, scores, dp, do_slot):
         """dS^T = P^T (dP^T - D), to registers and to the shared memory of step ``i``."""

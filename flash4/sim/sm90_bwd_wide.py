@@ -22,6 +22,7 @@ from flash4.sim.sm90_bwd import (
     ReduceOps,
     Variation,
     backward_machines,
+    lse_of,
     simulate_backward,
 )
 from flash4.sim.sm90_fwd import matmul
@@ -184,7 +185,8 @@ class WideMmaOps(MmaOps):
         """Its box -> registers."""
         p = self._fragment("P in float32", self._config.tile_m)
         p.values[:] = self._regions["p",].read()
-        return Scores(Step(self._call, self._rows, tile, i, True), p.values, q_slot)
+        step = Step(self._call, self._rows, tile, i, True)
+        return Scores(step, p.values, lambda: lse_of(q_slot))
 
     def dq(self, i, k_slot):
         """Issue the first of this warpgroup's parts of dQ = dS K into a fresh accumulator."""

@@ -26,7 +26,7 @@ from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.kv_one_tile import TILE_WORDS, OneTile
 from flash4.common.kv_sequences import SequenceSchedule
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
-from flash4.common.launch_arguments import entry_rows, fake_backward, sides_of
+from flash4.common.launch_arguments import aux_of, entry_rows, fake_backward, sides_of
 from flash4.common.numerics import LOG2E, Factor
 from flash4.common.tma_views import (
     permuted_view,
@@ -133,12 +133,13 @@ class BackwardSm100:
             delta=delta,
             dq=dq,
             scale=numbers["scale"],
-            cap_log2=numbers["cap"] * LOG2E if c.softcap else None,
+            cap=numbers["cap"] * (1.0 if c.natural else LOG2E) if c.softcap else None,
             cap_scale=numbers.get("cap_scale"),
             left=numbers.get("left"),
             right=numbers.get("right"),
             slopes=optional.get("alibi_slopes"),
             turns=optional.get("turns"),
+            aux=aux_of(optional),
             queries=queries if c.varlen else None,
             keys=keys if c.varlen else None,
             entry_rows=entry_rows(self.config, q, k, v, do),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from flash4.common.geometry import QueryBlocks
 from flash4.common.launch_facts import BackwardLaunch
+from flash4.common.mod_facts import ModFacts, fields_of_mods, has_mods, lacks_derivative
 from flash4.sm100.bwd_graph import BYTES, ROWS, Graph, Ring, Signal, TmemMap
 from flash4.sm100.fwd_config import COLUMN_STEP, ELEMENT_BYTES, SMEM_LIMIT, padded_head_dim
 from flash4.sm100.fwd_graph import LEADER, THREADS, UMMA, Buffer, Role
@@ -14,28 +15,25 @@ TILE_M = ROWS  # queries of a step: columns of S^T, and rows of dQ
 MAX_HEAD_DIM = 128
 PAIRED_DIM = 128  # halves of Q, dO and K are one group of columns under the swizzle
 Q_STAGES = 2  # of one CTA: dK reads Q of a step while S of the next is multiplied
+QUERIES = TILE_M // 2  # of a step, of a thread of compute
 STAT_STAGES = 2
 STAT_BYTES = 2 * TILE_M * FLOAT_BYTES  # LSE and D of a step's queries
 DQ_STAGES = 2  # of the way out of dQ
 DQ_COLUMNS = 32  # of dQ that leave at a time; half of it in a pair
 REGISTERS = (144, 144, 80)  # reduce, compute, the others: ptxas spills least with these
-FEATURE_REGISTERS = (144, 152, 64)  # windows, slopes and sequences
-CAP_REGISTERS = (136, 160, 56)  # caps of sequences, where a pair is not built
+SMALL_REGISTERS = (96, 168, 80)  # where a lane of dQ has 64 columns
+FEATURE_REGISTERS = (144, 152, 64)  # windows and slopes, where a lane of dQ has 128
+CROWDED_REGISTERS = (144, 160, 48)  # the same of sequences
 PAIR_REGISTERS = (136, 136, 104)
 NARROW_REGISTERS = (96, 184, 48)  # windows, slopes and caps, where a lane of dQ has 64 columns
+TURN_HEADS = 32  # of a section at least: more would read too much anew from memory
 SMEM_CYCLES = 128  # bytes that an SM's shared memory moves per cycle
 MMA_FLOPS = 8192  # dense 16-bit tensor operations of an SM per cycle
 EXPONENTIALS = 16  # of an SM per cycle
 
-# Features of a call whose gradients are not built: field of the problem -> what to ask for instead.
-UNBUILT = {
-    "score_mod": "leave score_mod at None",
-    "mask_mod": "leave mask_mod at None",
-}
-
 
 @dataclass(frozen=True)
-class BackwardConfig(BackwardLaunch):
+class BackwardConfig(ModFacts, BackwardLaunch):
     """Compile-time facts of one Blackwell backward kernel; ints and bools only, and it is the cache key.
 
     Attributes:
@@ -55,6 +53,10 @@ class BackwardConfig(BackwardLaunch):
         cu_k: keys and values are packed.
         used_q: queries in use are counted for each sequence.
         used_k: keys in use are counted for each sequence.
+        score_mod: key of the callable that changes scores (``common.mods``); 0 is none.
+        score_mod_bwd: key of the callable that takes gradients back through it.
+        mask_mod: key of the callable that hides keys; 0 is none.
+        aux: types of the tensors that mods read (``encode_aux``).
     """
 
     bf16: bool
@@ -71,8 +73,13 @@ class BackwardConfig(BackwardLaunch):
     cu_k: bool = False
     used_q: bool = False
     used_k: bool = False
+    score_mod: int = 0
+    score_mod_bwd: int = 0
+    mask_mod: int = 0
+    aux: int = 0
 
     def __post_init__(self):
+        self.check_mods()
         dims = (self.tile_d, self.tile_dv)
         if any(d not in (COLUMN_STEP, 2 * COLUMN_STEP) for d in dims):
             raise ValueError(f"head dims of a tile are {dims}; supported are 64 and 128")
@@ -102,6 +109,11 @@ class BackwardConfig(BackwardLaunch):
     def counts_workers(self) -> bool:
         """CTAs stay, but of sequences of different lengths each finds its only tile."""
         return not self.varlen
+
+    @property
+    def least_heads(self) -> int:
+        """See ``BackwardLaunch``; where tiles of a head wait for one another at the diagonal, few of them at the same time."""
+        return TURN_HEADS if self.causal and self.ordered else super().least_heads
 
     @property
     def order_of_sums(self) -> dict[str, int]:
@@ -160,6 +172,23 @@ class BackwardConfig(BackwardLaunch):
         return ROWS * self.dq_columns
 
     @property
+    def wide(self) -> bool:
+        """A lane of dQ has 128 columns, which ``reduce`` holds: registers that ``compute`` has not."""
+        return self.tile_d // self.ctas > COLUMN_STEP
+
+    @property
+    def run(self) -> int:
+        """Queries of a step whose scores a thread of ``compute`` works on at a time: all, unless registers would spill."""
+        changed, crowded = self.alibi or self.softcap, self.wide and (self.varlen or self.has_mods)
+        if self.aux or changed and self.has_mods:
+            return QUERIES // 8 if crowded else QUERIES // 4
+        if self.alibi and self.softcap:
+            return QUERIES // 4 if crowded else QUERIES // 2
+        if self.score_mod or crowded and (self.alibi or self.mask_mod):
+            return QUERIES // 2
+        return QUERIES
+
+    @property
     def fits(self) -> bool:
         """Whether one CTA's shared memory holds the kernel."""
         return self.graph.smem_bytes <= SMEM_LIMIT
@@ -167,15 +196,14 @@ class BackwardConfig(BackwardLaunch):
     @property
     def _registers(self) -> tuple[int, int, int]:
         """Of reduce, compute and the others; ptxas spills least with these."""
-        featured = self.left or self.right or self.alibi or self.softcap or self.varlen
-        if not featured:
-            return REGISTERS if self.ctas == 1 else PAIR_REGISTERS
-        narrow = (
-            self.tile_d // self.ctas <= COLUMN_STEP
-        )  # columns of a lane of dQ, which reduce holds
-        if narrow:
+        changed = self.alibi or self.softcap or self.has_mods
+        if not (changed or self.left or self.right or self.varlen):
+            if self.ctas == 2:
+                return PAIR_REGISTERS
+            return REGISTERS if self.wide else SMALL_REGISTERS
+        if not self.wide:
             return NARROW_REGISTERS
-        return CAP_REGISTERS if self.softcap else FEATURE_REGISTERS
+        return CROWDED_REGISTERS if self.varlen else FEATURE_REGISTERS
 
     @property
     def graph(self) -> Graph:
@@ -300,9 +328,9 @@ class BackwardConfig(BackwardLaunch):
 
 def can_implement(problem) -> str | None:
     """Why this kernel cannot run the backward of a problem, or None if it can."""
-    for name, instead in UNBUILT.items():
-        if getattr(problem, name):
-            return f"gradients with {name} are not built yet; {instead}"
+    obstacle = lacks_derivative(problem)
+    if obstacle is not None:
+        return obstacle
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size > MAX_HEAD_DIM:
             return f"takes {name} up to {MAX_HEAD_DIM}, not {size}: S, dP, dV and dK of 128 keys fill tensor memory"
@@ -314,7 +342,7 @@ def choose_config(problem) -> tuple[BackwardConfig, tuple[str, ...]]:
     import torch
 
     tile_d, tile_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
-    if problem.softcap and tile_d == PAIRED_DIM and not problem.varlen:
+    if (problem.softcap or has_mods(problem)) and tile_d == PAIRED_DIM and not problem.varlen:
         tile_dv = PAIRED_DIM  # a pair has more registers for compute
     fields = {
         "bf16": problem.dtype == torch.bfloat16,
@@ -330,6 +358,7 @@ def choose_config(problem) -> tuple[BackwardConfig, tuple[str, ...]]:
         "cu_k": problem.cu_k,
         "used_q": problem.used_q,
         "used_k": problem.used_k,
+        **fields_of_mods(problem),
     }
     ctas, why_ctas = choose_ctas(problem, fields)
     config = BackwardConfig(ctas=ctas, **fields)
@@ -349,11 +378,9 @@ def choose_ctas(problem, fields: dict) -> tuple[int, str]:
         return 1, "one CTA: halves of head dims below 128 are not built"
     if problem.varlen:
         return 1, "one CTA: pairs are not built for sequences of different lengths"
-    if fields["softcap"]:
-        return (
-            2,
-            "a pair of CTAs: its reduce holds half as much of dQ, which leaves registers for the cap",
-        )
+    if fields["softcap"] or has_mods(problem):
+        what = "the cap" if fields["softcap"] else "mods"
+        return 2, f"a pair of CTAs: its reduce holds half of dQ, which leaves registers for {what}"
     if fields["left"] or fields["right"]:
         return 1, "one CTA: 256 keys of a pair would see more of what a window hides"
     alone, pair = (BackwardConfig(ctas=ctas, **fields).bounds() for ctas in (1, 2))

@@ -11,11 +11,12 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.experimental import primitives
 
-from flash4.common import numerics
+from flash4.common import mods, numerics
 from flash4.common.fragments import GROUP_NUMBERS
-from flash4.common.geometry import choose
+from flash4.common.geometry import choose, imax, imin
+from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LOG2E
-from flash4.sm100.bwd_config import DQ_STAGES, FLOAT_BYTES, TILE_M
+from flash4.sm100.bwd_config import DQ_STAGES, FLOAT_BYTES, QUERIES, TILE_M
 from flash4.sm100.bwd_graph import CHUNK, ROWS
 from flash4.sm100.bwd_ops import Operand, element
 
@@ -55,13 +56,77 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a step lies; None of what its verbs do not ask."""
+    """Where a step lies."""
 
     entry: object  # batch entry of statistics and sums
     head: object  # query head
     block: object  # of queries of the sequence
     slot: object  # of the entry
-    slope_log2: object = None  # of ALiBi, of the head
+
+
+@dataclass(frozen=True)
+class ScorePlace:
+    """Where the scores of a step lie; None of what the config does not ask."""
+
+    block: object  # of queries of the sequence
+    head: object  # query head
+    slope: object  # of ALiBi, of the head, in log2 units unless the config is natural
+    batch: object  # number of the sequence
+    key: object  # of this thread, or the nearest that exists
+    info: object  # mods.SeqlenInfo
+
+
+@dataclass(frozen=True)
+class Run:
+    """Queries of a step in a row, of a thread."""
+
+    offset: object  # of the first one in the step
+    first_query: object  # its number in the sequence; None if not asked
+    seen: object  # a bit for each query that sees this thread's key; None if all do
+    bias: object  # (slope, distance from this thread's key to the first query), or None
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of some scores beside P."""
+
+    given: list  # scores as a score_mod is given them; empty without one
+    slopes: list  # of the cap, empty without one
+    kept: list  # whether a pair is seen; None where it surely is
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What dS of a step takes of S^T: P^T, times the slope of the cap; or with a score_mod S^T as it was multiplied."""
+
+    values: cute.Tensor
+    tile: object
+    masked: bool
+    place: object  # ScorePlace
+
+
+def copy_of(values):
+    """The same in registers of their own."""
+    copied = cute.make_rmem_tensor(cute.size(values), Float32)
+    copied.store(values.load())
+    return copied
+
+
+def chosen(values, which, run):
+    """Registers of a run of so many, whose number is known at run time, in registers of their own."""
+    found = copy_of(some(values, 0, run))
+    for number in range(1, cute.size(values) // run):
+        for j in range(run):
+            found[j] = cutlass.select_(which == number, values[number * run + j], found[j])
+    return found
+
+
+def put(values, which, found, run):
+    """Registers back in the place of their run, from its first on."""
+    for at in range(cute.size(values)):
+        number, j = divmod(at, run)
+        if j < cute.size(found):
+            values[at] = cutlass.select_(which == number, found[j], values[at])
 
 
 def some(values, at, count):
@@ -77,12 +142,13 @@ class RunTime:
     delta: cute.Tensor  # (B, H, padded S), float32
     dq: cute.Tensor  # (B, H, blocks, tile_m tile_d), float32
     scale: Float32  # factor of a score
-    cap_log2: object  # the cap in log2 units, Float32
+    cap: object  # in log2 units unless the config is natural, Float32
     cap_scale: object  # factor of a score within the cap, Float32
     left: object  # sides of the window, Int32
     right: object
     slopes: object  # (B, H), float32
     turns: object  # (B, H, blocks, 2), int32
+    aux: object  # tuple of tensors that mods read
     queries: object  # kv_sequences.Side; None where all sequences are as long as their tensors, as the next
     keys: object
     entry_rows: (
@@ -115,18 +181,22 @@ class ComputeOps:
 
     def place(self, tile, i, phase):
         """Where step ``i`` lies, for masks and biases; before the waits, which hide what it takes."""
-        if not (phase.masked or self.config.alibi):
+        c = self.config
+        if not (phase.masked or c.alibi or c.has_mods):
             return None
-        block, head = self.tiles.place(tile, i)
-        slope = None
-        if self.config.alibi:
-            slope = self.run_time.slopes[self.tiles.where(tile).batch, head] * LOG2E
-        return Place(None, head, block, None, slope)
+        (block, head), batch, slope, info, key = self.tiles.place(tile, i), None, None, None, None
+        if c.alibi:
+            slope = self.run_time.slopes[self.tiles.where(tile).batch, head] * self._unit
+        if c.has_mods:
+            where, lengths = self.tiles.where(tile), self.tiles.lengths(tile)
+            info = SeqlenInfo(*lengths, Int32(where.row_q), Int32(where.row_k))
+            batch, key = where.batch, imax(imin(self._key(tile), lengths[1] - 1), 0)
+        return ScorePlace(block, head, slope, batch, key, info)
 
-    def _vector(self, which, part, column, slot):
-        """A statistic of four queries, the same for all threads of a warp."""
+    def _vector(self, which, run, column, slot):
+        """A statistic of four queries of a run, the same for all threads of a warp."""
         values = cute.make_rmem_tensor(VECTOR, Float32)
-        at = self.tmem.loaded(self.warpgroup, part) // VECTOR + column // VECTOR
+        at = run.offset // VECTOR + column // VECTOR
         cute.autovec_copy(self.sStat[None, at, which, slot.index], values)
         return values
 
@@ -143,115 +213,231 @@ class ComputeOps:
         """P^T = exp2(scale_log2 S^T - LSE); hidden pairs give 0.
 
         Returns:
-            (P^T, times the slope of a cap, over the scores; P^T in 16 bit).
+            (what dS takes: P^T, times the slope of a cap, over the scores, or with a score_mod S^T as it is; P^T in 16 bit).
         """
         c = self.config
         probs = cute.make_rmem_tensor(PARTS * CHUNK, element(c))
+        weights = Weights(scores, tile, phase.masked, place)
+        if c.run < QUERIES:
+            self._softmax_by_runs(tile, place, scores, slot, phase.masked)
+            return weights, probs
         for part in range(PARTS):
-            seen, bias = self._seen(tile, place, part, phase), self._bias(tile, place, part)
+            run = self._run(tile, place, self.tmem.loaded(self.warpgroup, part), phase.masked)
             for column in range(0, CHUNK, PIECE):
                 at = part * CHUNK + column
-                slopes = self._exponents(scores, at, bias, column)
-                for j in range(0, PIECE, VECTOR):
-                    self._finish_exponents(scores, at + j, (part, column + j), slot, seen)
-                piece = some(scores, at, PIECE)
-                some(probs, at, PIECE).store(piece.load().to(element(c)))
-                for j, slope in enumerate(slopes):
-                    scores[at + j] = scores[at + j] * slope
-        return scores, probs
+                piece, rounded = some(scores, at, PIECE), some(probs, at, PIECE)
+                self._softmax_of(piece, rounded, (place, run, column), slot)
+        return weights, probs
 
-    def _exponents(self, scores, at, bias, column):
-        """Scaled or capped scores of a piece in log2 units, with their bias, where it is more than a factor; returns slopes of a cap."""
+    @cute.jit
+    def _softmax_by_runs(self, tile, place, scores, slot, masked: cutlass.Constexpr):
+        """A run of queries at a time, all by the same code: what a whole step would take in registers does not fit."""
+        c = self.config
+        for number in cutlass.range(QUERIES // c.run, unroll=1):
+            which = numerics.opaque(number)
+            run = self._run(tile, place, self._offset_of(which), masked)
+            piece = chosen(scores, which, c.run)
+            rounded = cute.make_rmem_tensor(c.run, element(c))
+            self._softmax_of(piece, rounded, (place, run, 0), slot)
+            in_part = CHUNK // c.run
+            at = self.tmem.s() + which % in_part * (c.run // 2)
+            self._store_packed(rounded, at, which // in_part)
+            self._keep(scores, which, piece)
+
+    def _keep(self, scores, which, piece):
+        """What dS takes of a run."""
+        if not self.config.score_mod:
+            put(scores, which, piece, self.config.run)
+
+    def _offset_of(self, run):
+        """First query in the step of a run, whose number is known at run time."""
+        in_part = CHUNK // self.config.run
+        return self.tmem.loaded(self.warpgroup, run // in_part) + run % in_part * self.config.run
+
+    def _softmax_of(self, piece, rounded, at, slot):
+        """P of some queries, rounded; over their products what dS takes."""
+        probs = copy_of(piece) if self.config.score_mod else piece
+        known = self._probabilities(probs, at, slot)
+        rounded.store(probs.load().to(element(self.config)))
+        if not self.config.score_mod:
+            for j, slope in enumerate(known.slopes):
+                piece[j] = piece[j] * slope
+
+    def _probabilities(self, piece, at, slot):
+        """P over the products of some queries; returns what else is known of them."""
+        place, run, column = at
+        given, kept, slopes = [], [], self._scaled(piece, run.bias, column)
+        if self.config.score_mod:
+            given = [piece[j] for j in range(cute.size(piece))]
+            modify = mods.function(self.config.score_mod)
+            for j, score in enumerate(given):
+                piece[j] = Float32(modify(score, *self._where(place, run, column + j)))
+        for j in range(0, cute.size(piece), VECTOR):
+            kept += self._finish_exponents(some(piece, j, VECTOR), (place, run, column + j), slot)
+        return Known(given, slopes, kept)
+
+    def _scaled(self, piece, bias, column):
+        """Scale or cap scores and add their bias, where it is more than a factor; returns slopes of a cap."""
         c, slopes = self.config, []
-        if c.softcap or c.alibi:
-            for j in range(PIECE):
+        if c.softcap or c.alibi or c.natural:
+            for j in range(cute.size(piece)):
                 if c.softcap:
-                    capped, slope = numerics.tanh_and_slope(
-                        scores[at + j] * self.run_time.cap_scale
-                    )
+                    capped, slope = numerics.tanh_and_slope(piece[j] * self.run_time.cap_scale)
                     slopes.append(slope)
-                    score = capped * self.run_time.cap_log2
+                    score = capped * self.run_time.cap
                 else:
-                    score = scores[at + j] * self._scale_log2
+                    score = piece[j] * self._scale
                 if c.alibi:
-                    slope_log2, distance = bias
-                    score = score - slope_log2 * cute.math.absf(distance + Float32(column + j))
-                scores[at + j] = score
+                    slope, distance = bias
+                    score = score - slope * cute.math.absf(distance + Float32(column + j))
+                piece[j] = score
         return slopes
 
     @property
-    def _scale_log2(self):
-        return self.run_time.scale * LOG2E
+    def _scale(self):
+        """Factor of a score, in log2 units unless the config is natural."""
+        return self.run_time.scale * self._unit
 
-    def _finish_exponents(self, scores, at, place, slot, seen):
-        """P of four queries."""
-        c, (part, column) = self.config, place
-        lse = self._vector(0, part, column, slot)
-        factor = Float32(1.0) if c.softcap or c.alibi else self._scale_log2
+    @property
+    def _unit(self):
+        """What a score in natural units is multiplied by."""
+        return 1.0 if self.config.natural else LOG2E
+
+    def _finish_exponents(self, values, at, slot):
+        """P of four queries; returns whether each is kept."""
+        (place, run, column), c, found = at, self.config, []
+        lse = self._vector(0, run, column, slot)
+        if c.natural:
+            factor = Float32(LOG2E)
+        else:
+            factor = Float32(1.0) if c.softcap or c.alibi else self._scale
         for j in range(0, VECTOR, 2):
-            pair = (scores[at + j], scores[at + j + 1])
+            pair = (values[j], values[j + 1])
             pair = cute.arch.fma_packed_f32x2(pair, (factor, factor), (lse[j], lse[j + 1]))
             for n, x in enumerate(pair):
-                if seen is not None:
-                    kept = (seen & (1 << (column + j + n))) != 0
+                kept = self._kept(place, run, column + j + n, lse[j + n])
+                if kept is not None:
                     x = cutlass.select_(kept, x, -Float32.inf)
-                scores[at + j + n] = cute.math.exp2(x, fastmath=True)
+                values[j + n] = cute.math.exp2(x, fastmath=True)
+                found.append(kept)
+        return found
 
-    def _first_query(self, place, part):
-        return place.block * TILE_M + self.tmem.loaded(self.warpgroup, part)
+    def _kept(self, place, run, column, lse):
+        """Whether this thread's key is seen by a query; None if it surely is."""
+        c, kept = self.config, None
+        if run.seen is not None:
+            kept = (run.seen & (1 << column)) != 0
+        if c.score_mod:  # of no sequence, or without keys: the score means nothing
+            exists = lse > -Float32.inf
+            kept = exists if kept is None else kept & exists
+        if c.mask_mod:
+            keep = mods.function(c.mask_mod)(*self._where(place, run, column))
+            keep = cutlass.Boolean(keep)
+            kept = keep if kept is None else kept & keep
+        return kept
+
+    def _where(self, place, run, column):
+        """What mods are told beside the score: a place that they may read a tensor at."""
+        query = imax(imin(run.first_query + column, place.info.seqlen_q - 1), 0)
+        return place.batch, place.head, query, place.key, place.info, self.run_time.aux
+
+    def _run(self, tile, place, offset, masked):
+        """Queries of a step from an offset on; ``masked`` is static."""
+        c, seen, bias = self.config, None, None
+        if place is None:
+            return Run(offset, None, None, None)
+        first, key = place.block * TILE_M + offset, self._key(tile)
+        blocks, lengths = self.tiles.blocks, self.tiles.lengths(tile)
+        if masked:
+            seen = ~numerics.low_bits(blocks.query_begin(key, *lengths) - first)
+            if c.left:
+                seen = seen & numerics.low_bits(blocks.query_end(key, *lengths) - first)
+        if c.alibi:
+            bias = (place.slope, Float32(first + lengths[1] - lengths[0] - key))
+        return Run(offset, first, seen, bias)
 
     def _key(self, tile):
         return tile.n_block * self.config.tile_n + self.rank * ROWS + self.lanes.thread
 
-    def _seen(self, tile, place, part, phase):
-        """A bit for each query of a part that sees this thread's key; None where all do."""
-        if not phase.masked:
-            return None
-        blocks, where = self.tiles.blocks, (self._key(tile), *self.tiles.lengths(tile))
-        first = self._first_query(place, part)
-        seen = ~numerics.low_bits(blocks.query_begin(*where) - first)
-        if self.config.left:
-            seen = seen & numerics.low_bits(blocks.query_end(*where) - first)
-        return seen
-
-    def _bias(self, tile, place, part):
-        """(slope of the head in log2 units, distance from this thread's key to a part's first query), or None."""
-        if not self.config.alibi:
-            return None
-        seqlen_q, seqlen_k = self.tiles.lengths(tile)
-        distance = self._first_query(place, part) + seqlen_k - seqlen_q - self._key(tile)
-        return place.slope_log2, Float32(distance)
-
     def store_p(self, probs):
-        """P^T over S^T that this warpgroup has read."""
-        self._store_packed(probs, self.tmem.s())
+        """P^T over S^T that this warpgroup has read; run by run it is there already."""
+        if self.config.run == QUERIES:
+            self._store_packed(probs, self.tmem.s())
 
-    def _store_packed(self, values, column):
-        column = column + self.tmem.packed(
-            self.warpgroup, 0
-        )  # the second part lies behind the first
-        self.lanes.store(cute.recast_tensor(values, Float32), column, CHUNK)
+    def _store_packed(self, values, column, part=0):
+        """Values of a part, or of both: the second lies behind the first."""
+        words = cute.recast_tensor(values, Float32)
+        at = column + self.tmem.packed(self.warpgroup, part)
+        self.lanes.store(words, at, cute.size(words))
 
     def grad(self, weights, slot):
-        """dS^T = P^T (dP^T - D), in 16 bit."""
+        """dS^T = P^T (dP^T - D), times the slope of a cap and through a score_mod, in 16 bit.
+
+        A tile of sequences of different lengths that nobody sees has somebody's D, which may be NaN: its dS is 0.
+        """
         c = self.config
         grads = cute.make_rmem_tensor(PARTS * CHUNK, element(c))
-        for part in range(PARTS):
-            dp = cute.make_rmem_tensor(CHUNK, Float32)
-            column = self.tmem.dp() + self.tmem.loaded(self.warpgroup, part)
-            self.lanes.load(dp, 0, column, CHUNK)
-            cute.arch.fence_view_async_tmem_load()
-            for first in range(0, CHUNK, VECTOR):
-                delta = self._vector(1, part, first, slot)
-                for j in range(0, VECTOR, 2):
-                    at, n = part * CHUNK + first + j, first + j
-                    pair = (dp[n], dp[n + 1])
-                    pair = cute.arch.add_packed_f32x2(pair, (delta[j], delta[j + 1]))
-                    pair = cute.arch.mul_packed_f32x2((weights[at], weights[at + 1]), pair)
-                    weights[at], weights[at + 1] = pair
-            mine = some(weights, part * CHUNK, CHUNK)
-            some(grads, part * CHUNK, CHUNK).store(mine.load().to(element(c)))
+        if c.score_mod:
+            self._grad_by_runs(weights, slot, weights.masked)
+            words = cute.recast_tensor(grads, Float32)
+            for at in range(cute.size(words)):
+                run, j = divmod(at, c.run // 2)
+                words[at] = weights.values[run * c.run + j]
+        else:
+            for part in range(PARTS):
+                run = Run(self.tmem.loaded(self.warpgroup, part), None, None, None)
+                mine, rounded = (some(x, part * CHUNK, CHUNK) for x in (weights.values, grads))
+                self._grad_of(mine, rounded, (None, run, 0), slot)
+            if weights.masked and c.varlen:
+                live = -imin(self.tiles.lengths(weights.tile)[0], 1)  # no queries: nobody sees it
+                words = cute.recast_tensor(grads, Int32)
+                for j in range(cute.size(words)):
+                    words[j] = words[j] & live
         return grads
+
+    @cute.jit
+    def _grad_by_runs(self, weights, slot, masked: cutlass.Constexpr):
+        """As ``_softmax_by_runs``; a run's dS, two to a register, over the first half of its products."""
+        c = self.config
+        for number in cutlass.range(QUERIES // c.run, unroll=1):
+            which = numerics.opaque(number)
+            run = self._run(weights.tile, weights.place, self._offset_of(which), masked)
+            piece = chosen(weights.values, which, c.run)
+            rounded = cute.make_rmem_tensor(c.run, element(c))
+            self._grad_of(piece, rounded, (weights.place, run, 0), slot)
+            put(weights.values, which, cute.recast_tensor(rounded, Float32), c.run)
+
+    def _grad_of(self, weights, rounded, at, slot):
+        """dS of some queries, rounded, from what softmax left of them."""
+        (place, run, begin), width = at, cute.size(weights)
+        dp = cute.make_rmem_tensor(width, Float32)
+        self.lanes.load(dp, 0, self.tmem.dp() + run.offset + begin, width)
+        cute.arch.fence_view_async_tmem_load()
+        for first in range(0, width, VECTOR):
+            four, differences = some(weights, first, VECTOR), some(dp, first, VECTOR)
+            delta = self._vector(1, run, begin + first, slot)
+            for j in range(0, VECTOR, 2):
+                pair = (differences[j], differences[j + 1])
+                pair = cute.arch.add_packed_f32x2(pair, (delta[j], delta[j + 1]))
+                if self.config.score_mod:
+                    differences[j], differences[j + 1] = pair
+                else:
+                    four[j], four[j + 1] = cute.arch.mul_packed_f32x2((four[j], four[j + 1]), pair)
+            if self.config.score_mod:
+                self._modify_back(four, differences, (place, run, begin + first), slot)
+        rounded.store(weights.load().to(element(self.config)))
+
+    def _modify_back(self, products, differences, at, slot):
+        """dS of four queries over their products, from which P is made again: the derivative takes the score beside it."""
+        place, run, column = at
+        probs, derivative = copy_of(products), mods.function(self.config.score_mod_bwd)
+        known = self._probabilities(probs, at, slot)
+        for j in range(VECTOR):
+            where = self._where(place, run, column + j)
+            gradient = derivative(probs[j] * differences[j], known.given[j], *where)
+            # A derivative may be infinite or NaN where nothing is seen.
+            gradient = cutlass.select_(known.kept[j], Float32(gradient), Float32(0.0))
+            products[j] = gradient * known.slopes[j] if known.slopes else gradient
 
     def store_dst(self, grads):
         """In a pair dS^T over dP^T that this warpgroup has read."""

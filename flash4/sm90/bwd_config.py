@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from flash4.common.graph import Buffer, PipelineGraph, Ring, Role
 from flash4.common.launch_facts import BackwardLaunch
+from flash4.common.mod_facts import ModFacts, fields_of_mods, has_mods, lacks_derivative
 from flash4.sm90.fwd_config import (
     ELEMENT_BYTES,
     MMA_ROWS,
@@ -22,31 +23,10 @@ STAGES = 2
 TILE_SLOTS = 2  # of the ring of tiles, where they are handed out
 
 
-class BackwardFacts(BackwardLaunch):
+class BackwardFacts(ModFacts, BackwardLaunch):
     """What follows from the fields of any Hopper backward's config."""
 
     near_cap = False  # unless a config has it as a field
-
-    def check_mods(self):
-        """Check that the mods go together.
-
-        Raises:
-            ValueError: they do not.
-        """
-        if (self.score_mod != 0) != (self.score_mod_bwd != 0):
-            raise ValueError("score_mod and score_mod_bwd go together")
-        if self.aux and not (self.score_mod or self.mask_mod):
-            raise ValueError("aux without a mod that reads them")
-
-    @property
-    def natural(self) -> bool:
-        """Scores are in natural units, not in those of log2: a score_mod takes them so."""
-        return self.score_mod != 0
-
-    @property
-    def has_mods(self) -> bool:
-        """Whether verbs need the place of each pair of query and key."""
-        return self.score_mod != 0 or self.mask_mod != 0
 
     @property
     def box_bytes(self) -> int:
@@ -248,16 +228,6 @@ LATE_QUERIES = (
 )
 
 
-def lacks_derivative(problem) -> str | None:
-    """Why no kernel can run the backward of a problem: its score_mod has no derivative; else None."""
-    if problem.score_mod and not problem.score_mod_bwd:
-        return (
-            "gradients through score_mod need its derivative; pass "
-            "score_mod_bwd(grad, score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors), the gradient of score"
-        )
-    return None
-
-
 def can_implement(problem) -> str | None:
     """Why this kernel cannot run the backward of a problem, or None if it can."""
     obstacle = lacks_derivative(problem)
@@ -292,10 +262,7 @@ def choose_config(problem) -> tuple[BackwardConfig, tuple[str, ...]]:
         cu_k=problem.cu_k,
         used_q=problem.used_q,
         used_k=problem.used_k,
-        score_mod=problem.score_mod,
-        score_mod_bwd=problem.score_mod_bwd if problem.score_mod else 0,
-        mask_mod=problem.mask_mod,
-        aux=problem.aux,
+        **fields_of_mods(problem),
         **tile,
     )
     fields, reasons = choose_order(config, problem)
@@ -338,11 +305,6 @@ def _tile_of_mods(tile_d: int, tile_dv: int, problem) -> tuple[dict, str]:
         tile = {"tile_m": 64}
     dims = f"head dims {tile_d}/{tile_dv} and mods"
     return tile, f"{tile['tile_m']} queries per step: what registers hold beside {dims}"
-
-
-def has_mods(problem) -> bool:
-    """Whether a call has mods."""
-    return problem.score_mod != 0 or problem.mask_mod != 0
 
 
 def choose_order(config: BackwardConfig, problem) -> tuple[dict, tuple[str, ...]]:

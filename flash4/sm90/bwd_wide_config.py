@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 
 from flash4.common.graph import Buffer, PipelineGraph, Ring, Role
+from flash4.common.mod_facts import fields_of_mods, lacks_derivative
 from flash4.sm90.bwd_config import (
     FLOAT_BYTES,
     MMA_WARPGROUPS,
     REGISTERS,
     BackwardFacts,
-    lacks_derivative,
 )
 from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS
 
@@ -210,10 +210,7 @@ def choose_config(problem) -> tuple[WideBackwardConfig, tuple[str, ...]]:
         softcap=problem.softcap,
         alibi=problem.alibi,
         ordered=problem.deterministic,
-        score_mod=problem.score_mod,
-        score_mod_bwd=problem.score_mod_bwd if problem.score_mod else 0,
-        mask_mod=problem.mask_mod,
-        aux=problem.aux,
+        **fields_of_mods(problem),
         cu_q=problem.cu_q,
         cu_k=problem.cu_k,
         used_q=problem.used_q,

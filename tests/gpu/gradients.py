@@ -141,3 +141,8 @@ def is_built(problem: Problem, arch: str = "sm_90a") -> bool:
     shapes = problem.shapes
     options = options_of(*shapes, **problem.keywords("meta"))
     return gradient_obstacle(AttentionProblem.of_call(*shapes, options), arch) is None
+
+
+def requested_bytes(which: str) -> int:
+    """Bytes asked of the allocator, which hands out blocks of up to a MiB more."""
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]

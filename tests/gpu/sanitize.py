@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -76,6 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tool", choices=TOOLS, help="one of both")
     parser.add_argument("--call", choices=CALLS, help="one of all")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of a call under a tool")
+    parser.add_argument("--jobs", type=int, default=1, help="calls at the same time")
     parser.add_argument("--run", choices=CALLS, help="no tool: run this call, as the tools do")
     options = parser.parse_args(arguments)
     if options.run:
@@ -89,17 +91,22 @@ def main(arguments: list[str] | None = None) -> int:
         print("compute-sanitizer is not there: it comes with the CUDA toolkit", file=sys.stderr)
         return 2
     names = [options.call] if options.call else list(CALLS)
-    for name in names:  # compiles
-        subprocess.run(
-            [sys.executable, "-m", "tests.gpu.sanitize", "--run", name], cwd=ROOT, check=True
-        )
-    found = []
-    for tool in [options.tool] if options.tool else TOOLS:
-        for name in names:
-            began = time.perf_counter()
-            said = sanitize(sanitizer, tool, name, options.seconds)
-            found.append(said)
-            print(f"{tool:10s} {name:30s} {said} ({time.perf_counter() - began:.0f} s)", flush=True)
+    tools = [options.tool] if options.tool else TOOLS
+    asked = [(tool, name) for tool in tools for name in names]
+
+    def compiled(name: str) -> None:
+        command = [sys.executable, "-m", "tests.gpu.sanitize", "--run", name]
+        subprocess.run(command, cwd=ROOT, check=True)
+
+    def said_of(one: tuple[str, str]) -> str:
+        began = time.perf_counter()
+        said = sanitize(sanitizer, *one, options.seconds)
+        print(f"{one[0]:10s} {one[1]:30s} {said} ({time.perf_counter() - began:.0f} s)", flush=True)
+        return said
+
+    with ThreadPoolExecutor(options.jobs) as threads:
+        list(threads.map(compiled, names))
+        found = list(threads.map(said_of, asked))
     return 0 if all(said == "clean" or said.startswith("not done") for said in found) else 1
 
 

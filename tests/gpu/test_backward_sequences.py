@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flash4
-from tests.gpu.gradients import DEVICE, DOUTS, GradientCase, poison
+from tests.gpu.gradients import DEVICE, DOUTS, GradientCase, poison, requested_bytes
 from tests.host.test_bwd90_sequences import PROBLEMS as SMALL
 from tests.strategies import Problem
 
@@ -159,7 +159,7 @@ def test_sequences_do_not_matter_to_one_another():
 
 
 def test_the_same_as_one_call_for_each_sequence():
-    """To the bit, where a call of one sequence takes its blocks of queries in the same order: in a fixed one."""
+    """But for rounding: one call takes blocks of queries in another order."""
     problem = LARGE["d128 causal"]
     case = GradientCase(problem)
     inputs, dout = case.inputs(), case.gradient_of_out()
@@ -169,9 +169,11 @@ def test_the_same_as_one_call_for_each_sequence():
             continue
         rows = slice(begin, begin + length)
         alone = [x.detach()[None, rows].requires_grad_() for x in inputs]
-        out = flash4.flash_attn_func(*alone, causal=True, deterministic=True)
-        _, dk, dv = torch.autograd.grad(out, alone, dout[None, rows])
-        assert torch.equal(found[1][rows], dk[0]) and torch.equal(found[2][rows], dv[0])
+        out = flash4.flash_attn_func(*alone, causal=True)
+        gradients = torch.autograd.grad(out, alone, dout[None, rows])
+        for got, expected in zip(found, gradients, strict=True):
+            error = (got[rows].float() - expected[0].float()).abs().max()
+            assert error <= 4 * torch.finfo(BF16).eps * expected.abs().max()
 
 
 def test_new_lengths_do_not_compile():
@@ -253,11 +255,6 @@ def test_workspace_is_what_the_plan_says(name: str):
     gradients = torch.autograd.grad(out, inputs, dout, retain_graph=True)
     results = sum(x.numel() * x.element_size() for x in gradients)
     assert requested_bytes("peak") - before - results <= plan.workspace_bytes
-
-
-def requested_bytes(which: str) -> int:
-    """Bytes asked of the allocator, which hands out blocks of up to a MiB more."""
-    return torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]
 
 
 def all_cases() -> list[GradientCase]:

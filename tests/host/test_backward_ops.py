@@ -1,6 +1,7 @@
 """Gradients through the public functions, without a GPU: autograd, layouts, and everything around the kernels."""
 
 import contextlib
+import functools
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -15,9 +16,10 @@ from flash4 import dispatch, launch, ops, reference
 from flash4.common import mods
 from flash4.common.fragments import dq_place
 from flash4.common.kv_sequences import Side
+from flash4.common.launch_facts import COUNTERS
 from flash4.common.mods import SeqlenInfo
 from flash4.interface import options_of
-from flash4.passes.bwd_config import FINISH, PREPARE
+from flash4.passes.bwd_config import FINISH, PREPARE, WHOLE
 from flash4.problem import AttentionProblem
 from flash4.sim.bwd_sequences import to_rows, to_slots
 from tests import strategies
@@ -186,6 +188,37 @@ def finish(config, tensors, scale):
     dq.copy_(torch.from_numpy(found))
 
 
+def refuse_what_kernels_do(tensors):
+    """Raise as the compiled function does, before it launches anything."""
+    *rows, workspace = (x for i, x in enumerate(tensors[:10]) if i != 5)
+    try:
+        check_rows(*rows)
+    except AssertionError as error:
+        raise ValueError(str(error)) from error
+    assert tensors[5].stride(-1) == 1 and workspace.data_ptr() % 16 == 0
+
+
+def whole_backward(config, launched, tensors, numbers, section):
+    """``passes.bwd_whole`` in torch, with a workspace that holds NaN."""
+    refuse_what_kernels_do(tensors)
+    workspace, at = tensors[9].fill_(torch.nan), []
+
+    def view(name, first, shape):
+        part = workspace[first:][: int(np.prod(shape))].view(shape)
+        at.append((part.data_ptr(), part.numel()))
+        return part.view(torch.int32) if name in COUNTERS else part
+
+    of_prepare, of_main, of_finish = config.parts(tensors, view)
+    ends = [begin + 4 * count for begin, count in at]
+    assert all(end <= begin for end, (begin, _) in zip(ends, at[1:], strict=False))
+    assert ends[-1] <= workspace.data_ptr() + 4 * workspace.numel(), "they must fit"
+    before, after = config.passes
+    launched += [PREPARE, config.kernel, FINISH]
+    prepare(before, of_prepare)
+    multiply(config.main, of_main, numbers, section)
+    finish(after, of_finish, numbers[0])
+
+
 def backward_on_cpu(dout, dlse, q, k, v, out, lse, *fields):
     """Do what the operator does with CUDA tensors."""
     return launch.backward_operator(dout, dlse, q, k, v, out, lse, *fields)
@@ -195,19 +228,13 @@ def backward_on_cpu(dout, dlse, q, k, v, out, lse, *fields):
 def stand_in():
     """CPU tensors for CUDA ones and torch for the kernels; yields the names of the kernels, in order of launches."""
     launched = []
-    kernels = {PREPARE: prepare, FINISH: finish} | dict.fromkeys((NARROW, MIDDLE, WIDE), multiply)
     with stand_in_gpu(run_reference) as forwards, contextlib.ExitStack() as stack:
         forward_of = ops.CACHE.get
 
         def get(kernel, config, arch):
-            if kernel not in kernels:
-                return forward_of(kernel, config, arch)
-
-            def launch(*arguments):
-                launched.append(kernel)
-                kernels[kernel](config, *arguments)
-
-            return launch
+            if kernel == WHOLE:
+                return functools.partial(whole_backward, config, launched)
+            return forward_of(kernel, config, arch)
 
         stack.enter_context(mock.patch.object(ops.CACHE, "get", get))
         stack.enter_context(mock.patch.object(ops, "_backward_launches", {}))
@@ -274,7 +301,7 @@ def test_sums_that_no_tile_begins_are_refused():
     plan = dispatch.plan_backward(problem, "sm_90a", WORKERS)
     assert plan.config.handed_out and not plan.config.first_stores
     config = replace(plan.config, first_stores=True)
-    launch = ops.BackwardLaunch(None, None, None, config, 1, 2, WORKERS)
+    launch = ops.BackwardLaunch(None, config, 1, 2, WORKERS)
     with pytest.raises(ValueError, match="first_stores with 90 causal queries of 70 keys"):
         ops.launch_backward(launch, x.dout, None, x.three, x.dout, None, options)
 
@@ -658,11 +685,10 @@ def test_deterministic_gradients(asked):
             out = flash4.flash_attn_func(*x.three, deterministic=wanted, causal=True)
         gradients = torch.autograd.grad(out, x.three, x.dout)
     assert_gradients_close(gradients, x.three, x.dout, causal=True)
-    configs = {call.args[0]: call.args[1] for call in get.call_args_list}
-    ordered = asked in ("True", "by torch")
-    assert configs[NARROW].ordered == ordered
-    assert configs[PREPARE].turns == configs[NARROW].turns
-    assert ordered <= configs[PREPARE].turns
+    (config,) = (call.args[1] for call in get.call_args_list if call.args[0] == WHOLE)
+    ordered, (before, _) = asked in ("True", "by torch"), config.passes
+    assert config.main.ordered == ordered and before.turns == config.main.turns
+    assert ordered <= before.turns
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -723,7 +749,8 @@ def test_plans_explain_themselves():
         assert part in text
     blocks = -(-4096 // plan.config.tile_m)
     assert not plan.config.turns  # they would be two more numbers a block
-    assert plan.workspace_bytes == 4 * 2 * 16 * blocks * plan.config.tile_m * (128 + 2)
+    counter = 32 * plan.config.handed_out
+    assert plan.workspace_bytes == 4 * (2 * 16 * blocks * plan.config.tile_m * (128 + 2) + counter)
     assert hash(plan) == hash(flash4.explain(q, kv, kv, causal=True, backward=True))
     with pytest.raises(NotImplementedError, match="runs on sm_90a, not sm_70"):
         flash4.explain(q, kv, kv, backward=True, arch="sm_70")

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import time
 from collections import Counter
 from contextlib import contextmanager
 
@@ -627,6 +628,24 @@ def test_sdpa_contender_equals_plain_attention():
     assert results[0].shape == (SMALL.batch, SMALL.seqlen, SMALL.heads_q, SMALL.dv)
     theirs = attention(one.q, one.k, one.v, SMALL.causal)
     assert torch.allclose(results[0].float(), theirs.float(), atol=0.05)
+
+
+def test_host_time_of_a_backward_beyond_the_engine(monkeypatch):
+    """What a function does in its backward is found again, in either thread."""
+    monkeypatch.setattr(host_time, "CALLS", 20)
+    monkeypatch.setattr(host_time, "WARM_UP", 1)
+    (one,) = baselines.make_inputs(SMALL, 1, "backward", seed=0, device="cpu")
+    alone = host_time.engine_alone(one)
+    assert [x.shape for x in alone()] == [x.shape for x in (one.q, one.k, one.v)]
+
+    def call():
+        time.sleep(0.01)
+        return alone()
+
+    for threads in (False, True):
+        for whole, least, most in ((call, 8000, math.inf), (alone, -4000, 4000)):
+            own = host_time.own_us(whole, alone, lambda: None, threads)
+            assert least < own["median_us"] < most and own.keys() == {"median_us", "min_us"}
 
 
 def test_host_time_of_a_call_and_its_child():

@@ -4,26 +4,35 @@ As a script, with more random problems: ``python -m tests.host.test_bwd100_roles
 problems whose dQ is summed in a fixed order, each with other CTAs and in other orders of everything else.
 """
 
-import argparse
 import json
 import random
-import time
 from dataclasses import replace
 from pathlib import Path
 
-import hypothesis
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flash4.interface import options_of
+from flash4.problem import AttentionProblem
+from flash4.sim.calls import batched
 from flash4.sim.machine import Hazard
 from flash4.sim.mutants import SM100_BACKWARD_PROBLEMS, sm100_bwd_mutants
-from flash4.sim.sm100_bwd import Variation, backward_machines, simulate_backward
-from flash4.sm100.bwd_config import BackwardConfig
+from flash4.sim.sm100_bwd import (
+    NO_TURN,
+    Variation,
+    backward_machines,
+    dq_of_sums,
+    simulate_backward,
+)
+from flash4.sm100.bwd_config import MAX_HEAD_DIM, BackwardConfig, choose_config
+from tests import strategies
 from tests.checks import assert_gradients_close
+from tests.host.random_runs import arguments_of, check_random
 from tests.host.test_bwd90_roles import Case, lengths
+from tests.host.test_bwd90_sequences import arrays_of
 
 KINDS = (
     # config, head_dim, head_dim_v
@@ -105,22 +114,124 @@ def test_numbers_of_random_problems(case, seed):
     run(case, seed)
 
 
-def same_bits(case: Case, seed: int):
-    """Run a case whose order is fixed with other CTAs, sections and orders of all else; the bits are the same."""
-    results = [
-        gradients(replace(case, workers=workers), seed + 101 * i)
-        for i, workers in enumerate((case.workers, case.workers % 4 + 1))
-    ]
-    for a, b in zip(*results, strict=True):
-        assert np.array_equal(a, b)
-    return case.config
+NARROW = ((64, 64), (128, 128), (96, 120), (40, 128), (128, 64))
 
 
-@pytest.mark.parametrize("index", [1, 5])
-def test_a_fixed_order_gives_the_same_bits(index):
-    config, *dims = KINDS[index]
-    case = Case(replace(config, ordered=True), *dims, 1, 200, 300, 1, 2, workers=2)
-    same_bits(case, 0)
+def fitted(problem, head_dims, deterministic):
+    """A call whose head dims this kernel takes, and whether its dQ is summed in a fixed order."""
+    if (
+        max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM
+        or problem.score_mod
+        or problem.mask_mod
+    ):
+        problem = replace(problem, head_dim=head_dims[0], head_dim_v=head_dims[1])
+    return problem, deterministic
+
+
+CALLS = st.builds(
+    fitted,
+    strategies.problems(max_seqlen=400, max_scores=2**17),
+    st.sampled_from(NARROW),
+    st.sampled_from((False, False, True)),
+).filter(lambda call: all(x.numel() for x in call[0].shapes))
+
+
+def prepared(problem, deterministic, seed):
+    """(config, arrays, options, gradient of out) of a call, with NaN in what is not in use."""
+    inputs = problem.tensors(seed=seed)
+    options = options_of(*inputs, deterministic=deterministic, **problem.keywords())
+    config = choose_config(AttentionProblem.of_call(*inputs, options))[0]
+    return config, *arrays_of(problem, inputs, seed)
+
+
+def run_call(call, seed: int = 0):
+    """Any call of the public functions, with the config that it would get."""
+    problem, deterministic = call
+    config, arrays, options, dout = prepared(problem, deterministic, seed)
+    results = simulate_backward(config, arrays, options, 1 + seed % 4, seed)
+    results = [torch.from_numpy(x).to(problem.dtype) for x in results]
+    inputs, keywords = problem.tensors(seed=seed), problem.keywords()
+    assert_gradients_close(results, inputs, dout, **keywords)
+    return config
+
+
+@settings(max_examples=8)
+@given(CALLS, st.integers(0, 2**16))
+def test_calls_of_every_feature(call, seed):
+    run_call(call, seed)
+
+
+MODS = {
+    "score": {"score_mod": "bent", "causal": True},
+    "mask": {"mask_mod": "dilated", "alibi": "by head"},
+    "cap, tensors": {"score_mod": "heads", "mask_mod": "documents", "softcap": 3.0},
+    "window": {"score_mod": "bent", "mask_mod": "dilated", "window_size": (60, 40)},
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", MODS)
+def test_mods(name, head_dim):
+    """At head dim 128 by pairs."""
+    sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": 200, "seqlen_k": 300}
+    problem = strategies.Problem(**sizes, ratio=2, dtype=torch.bfloat16, **MODS[name])
+    assert run_call((problem, False), seed=len(name)).ctas == head_dim // 64
+
+
+def additions(config, arrays, options, timing, dlse=None):
+    """(gradients' bits, place of sums -> tiles that added there in order), of so many CTAs in an order of everything else."""
+    packed = [x.ndim == 3 for x in arrays[:2]]
+    tensors, dlse = batched(arrays, dlse, packed)
+    sums, orders = 0, {}
+    for machine, call in backward_machines(config, tensors, options, *timing, dlse=dlse):
+        machine.run()
+        sums = sums + dq_of_sums(call)
+        for place, total in call.sums.items():
+            orders.setdefault(place, []).extend(x for x in total.order if x != NO_TURN)
+    return (sums, call.dk, call.dv), orders
+
+
+def same_order(problem, seed: int):
+    """Run a problem whose order is fixed with other CTAs, sections and orders of all else: one order, the same bits."""
+    if isinstance(problem, Case):
+        config, options, workers = problem.config, problem.options, problem.workers
+        arrays, dlse = problem.arrays()
+    else:
+        (problem, _), dlse, workers = problem, None, 1 + seed % 4
+        config, arrays, options, _ = prepared(problem, True, seed)
+    timings = [(workers, seed), (workers % 4 + 1, seed + 101), (5, seed + 202)]
+    runs = [additions(config, arrays, options, timing, dlse) for timing in timings]
+    for bits, orders in runs:
+        assert orders == runs[0][1]
+        assert all(np.array_equal(a, b) for a, b in zip(bits, runs[0][0], strict=True))
+    for order in runs[0][1].values():
+        numbers = [int(x) for x in order]
+        assert numbers == sorted(set(numbers)), "tiles add in the order of their numbers"
+    return config
+
+
+def has_lengths(call):
+    """Whether sequences have lengths of their own."""
+    return call[0].varlen
+
+
+ORDERED = {
+    "odd blocks": dict(seqlen_q=140, seqlen_k=300, ratio=3),
+    "a window": dict(seqlen_q=400, seqlen_k=350, window_size=(40, 10)),
+    "nobody sees the first queries": dict(seqlen_q=300, seqlen_k=140, causal=True),
+    "few queries": dict(seqlen_q=100, seqlen_k=600, causal=True),
+    "empty sequences": dict(
+        lengths_q=(130, 0, 300, 9), lengths_k=(200, 100, 260, 0), around=(3, 5), causal=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_one_order_of_additions(name):
+    """Of one CTA and, for odd blocks, of pairs; ``--ordered`` has more, at random."""
+    head_dim = 128 if name in ("odd blocks", "a window") else 64
+    sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "dtype": torch.bfloat16}
+    same_order((strategies.Problem(**sizes, **ORDERED[name]), True), 7)
 
 
 def test_without_turns_the_order_of_additions_matters():
@@ -219,32 +330,25 @@ def remove_all():
     raise SystemExit(bool(missed))
 
 
+def run_any(problem, seed):
+    """Simulate a case or a call."""
+    return (run if isinstance(problem, Case) else run_call)(problem, seed)
+
+
 def main():
-    """Run random (problem, seed) pairs, where a failure is shrunk and raised; or remove every call."""
-    options = argparse.ArgumentParser(description=main.__doc__)
-    options.add_argument("--n", type=int, default=2000)
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--ordered", action="store_true")
-    options.add_argument("--removals", action="store_true")
-    arguments = options.parse_args()
+    """Run random (problem, seed) pairs, of configs and of calls, where a failure is shrunk and raised; or remove every call."""
+    arguments = arguments_of(
+        main.__doc__,
+        ordered="problems whose dQ is summed in a fixed order",
+        removals="remove every call",
+    )
     if arguments.removals:
         remove_all()
-    torch.set_num_threads(1)
-    runs, start = [], time.perf_counter()
-
-    @hypothesis.seed(arguments.seed)
-    @settings(
-        max_examples=arguments.n, database=None, deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    @given(cases(st.just(True)) if arguments.ordered else cases(), st.integers(0, 2**16))
-    def check(case, seed):
-        runs.append(same_bits(case, seed) if arguments.ordered else run(case, seed))
-
-    check()
-    seconds = time.perf_counter() - start
-    what = "no alarm, the same bits" if arguments.ordered else "no alarm, numbers right"
-    print(f"{len(runs)} runs of {len(set(runs))} configs, {what}, {seconds:.0f} s")
+    if arguments.ordered:
+        searches = ((cases(st.just(True)), same_order), (CALLS.filter(has_lengths), same_order))
+        check_random(arguments, searches, "one order, the same bits")
+    else:
+        check_random(arguments, ((st.one_of(cases(), CALLS), run_any),))
 
 
 if __name__ == "__main__":

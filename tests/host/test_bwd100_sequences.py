@@ -1,5 +1,7 @@
 """The Blackwell backward of sequences of different lengths, in plain Python; see ``test_bwd90_sequences``."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,12 @@ from flash4.sim.sm100_bwd import simulate_backward
 from flash4.sm100.bwd_config import can_implement, choose_config
 from tests import strategies
 from tests.checks import assert_gradients_close
-from tests.host.test_bwd90_sequences import PROBLEMS, arrays_of
+from tests.host.test_bwd90_sequences import (
+    NEIGHBOURS,
+    PROBLEMS,
+    arrays_of,
+    assert_neighbours_are_apart,
+)
 
 
 def facts_of(problem, deterministic=False):
@@ -66,3 +73,10 @@ def test_sequences_never_get_a_pair(softcap):
     for lengths, ctas in (({}, 2), ({"cu_q": True, "cu_k": True}, 1), ({"used_k": True}, 1)):
         problem = AttentionProblem(*sizes, softcap=softcap, **lengths)
         assert choose_config(problem)[0].ctas == ctas
+
+
+@pytest.mark.parametrize("name", ["d64", "d128, cap and slopes"])
+def test_what_a_sequence_holds_reaches_no_other_row(name):
+    problem = NEIGHBOURS[name]
+    config = plan_backward(facts_of(problem), "sm_100a", 148).config
+    assert_neighbours_are_apart(problem, np.nan, functools.partial(simulate_backward, config))

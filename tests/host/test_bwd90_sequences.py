@@ -1,6 +1,7 @@
 """Gradients of sequences of different lengths, simulated with the kernel's own roles and schedule: numbers, and what must
 not reach them."""
 
+import functools
 from dataclasses import replace
 from unittest import mock
 
@@ -224,18 +225,11 @@ NEIGHBOURS = {
 }
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["", "turns"])
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("name", NEIGHBOURS)
-def test_what_a_sequence_holds_reaches_no_other_row(name, value, deterministic):
-    """Not even the rows around the sequences, whose tiles have no queries of their own but somebody's statistics."""
-    problem, spoilt = NEIGHBOURS[name], 0
-    inputs, keywords = problem.tensors(), problem.keywords()
-    config = flash4.explain(
-        *inputs, backward=True, deterministic=deterministic, arch="sm_90a", **keywords
-    ).config
+def assert_neighbours_are_apart(problem, value, simulate):
+    """Check that what a sequence holds reaches no row of another; ``simulate`` takes arrays and options."""
+    spoilt, inputs = 0, problem.tensors()
     (q, k, v, out, lse, dout), options, _ = arrays_of(problem, inputs)
-    expected = simulator_of(config)(config, (q, k, v, out, lse, dout), options)
+    expected = simulate((q, k, v, out, lse, dout), options)
     rows_q, rows_k = (
         slice(begins[spoilt], begins[spoilt + 1])
         for begins in (problem._begins(problem.lengths_q), problem._begins(problem.lengths_k))
@@ -244,8 +238,22 @@ def test_what_a_sequence_holds_reaches_no_other_row(name, value, deterministic):
         x[rows] = value
     lse[:, rows_q] = np.nan
     with np.errstate(all="ignore"):
-        found = simulator_of(config)(config, (q, k, v, out, lse, dout), options)
+        found = simulate((q, k, v, out, lse, dout), options)
     for got, wanted, rows in zip(found, expected, (rows_q, rows_k, rows_k), strict=True):
         others = np.ones(len(got), bool)
         others[rows] = False
         assert (got[others] == wanted[others]).all()
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "turns"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_what_a_sequence_holds_reaches_no_other_row(name, value, deterministic):
+    """Not even the rows around the sequences, whose tiles have no queries of their own but somebody's statistics."""
+    problem = NEIGHBOURS[name]
+    config = flash4.explain(
+        *problem.tensors(), backward=True, deterministic=deterministic, arch="sm_90a",
+        **problem.keywords(),
+    ).config  # fmt: skip
+    simulate = functools.partial(simulator_of(config), config)
+    assert_neighbours_are_apart(problem, value, simulate)

@@ -5,8 +5,16 @@ from dataclasses import replace
 import pytest
 
 from flash4.sim.chips import B200
-from flash4.sim.sm100_bwd_clock import Shape, Tiles, costs_of, time_tiles
+from flash4.sim.sm100_bwd_clock import Costs, Shape, Tiles, costs_of, time_tiles
 from flash4.sim.sm100_bwd_published import SEQLENS, SPEEDS, model
+from flash4.sim.sm100_bwd_turns import (
+    DETERMINISTIC_SPEEDS,
+    Handover,
+    config_of,
+    cycles,
+    schedule_of,
+    speed,
+)
 from flash4.sm100.bwd_config import BackwardConfig
 
 
@@ -20,6 +28,35 @@ def test_published_speeds(call):
 def test_our_schedule_is_ahead(causal):
     theirs, ours = (model(SEQLENS[0], (2, causal), which, B200) for which in (True, False))
     assert ours >= 1.08 * theirs
+
+
+@pytest.mark.parametrize(
+    ("call", "least"),
+    [
+        ((1, False, 8192), 1.4),
+        ((1, True, 8192), 1.28),
+        ((1, True, 32_768), 1.3),
+        ((2, True, 8192), 1.3),
+    ],
+)
+def test_a_fixed_order_is_ahead_of_the_published_one(call, least):
+    """Of CTAs that wait for one another's turns, all of a launch."""
+    ctas, causal, seqlen = call
+    assert speed(config_of(ctas, causal, True), seqlen, B200) >= least * DETERMINISTIC_SPEEDS[call]
+
+
+def test_turns_cost_what_they_must():
+    """Eight CTAs with a head at a time: 1, 2, .. 8 steps each, which the last tiles wait for at the diagonal anyway."""
+    schedule, costs = schedule_of(config_of(1, True, True), 1024, 1, 8), Costs(0.0, 1000.0)
+    steps = 8 * schedule.grid.head_count
+    assert (
+        cycles(schedule, costs, None) == cycles(schedule, costs, Handover(0.0, 0.0)) == 1000 * steps
+    )
+    assert cycles(schedule, costs, Handover(0.0, 3000.0)) >= 3000 * steps
+    behind = schedule_of(config_of(1, False, True), 1024, 1, 8)
+    first = cycles(behind, costs, Handover(0.0, 0.0))
+    trailing = cycles(behind, costs, Handover(0.0, 900.0)) - first
+    assert 7 * 900 <= trailing <= 9 * 900, "each tile trails the one before by an addition, once"
 
 
 @pytest.mark.parametrize("ctas", [1, 2])

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flash4.common import mods
 from flash4.jit import compile as jit_compile
 from flash4.jit.inspect import count_resources, disassemble
 from flash4.problem import AttentionProblem
@@ -25,6 +26,7 @@ from flash4.sim.sm100_bwd import check_limits
 from flash4.sm100.bwd import BackwardSm100
 from flash4.sm100.bwd_config import SMEM_LIMIT, BackwardConfig, can_implement, choose_config
 from flash4.sm100.bwd_graph import SLICE, TmemMap
+from tests import strategies
 from tests.host.sass_loops import loops
 
 LIMITS = Path(__file__).with_name("bwd100_limits.json")
@@ -47,7 +49,40 @@ def config_for(*arguments, **keywords) -> BackwardConfig:
     return choose_config(facts)[0]
 
 
+SCORE = {
+    "score_mod": mods.register(strategies.bent),
+    "score_mod_bwd": mods.register(strategies.bent_bwd),
+}
+MASK = {"mask_mod": mods.register(strategies.dilated)}
+READING = {  # mods that read tensors
+    "score_mod": mods.register(strategies.bias_of_heads),
+    "score_mod_bwd": mods.register(strategies.bias_of_heads_bwd),
+    "mask_mod": mods.register(strategies.same_document),
+    "aux": mods.encode_aux([torch.empty(4, 8), torch.empty(2, 8, dtype=torch.int32)]),
+}
+PACKED = {"cu_q": True, "cu_k": True}
+LENGTHS = PACKED | {"used_q": True, "used_k": True}
 EVERYTHING = {"softcap": True, "alibi": True, "window_left": True, "deterministic": True}
+
+
+def shipped_mods() -> dict[str, BackwardConfig]:
+    """Kinds with mods."""
+    return {
+        "64/64 causal, score_mod": config_for(64, 64, True, **SCORE),
+        "64/64 mask_mod": config_for(64, 64, **MASK),
+        "64/128 mods that read, lengths": config_for(64, 128, **READING, **LENGTHS),
+        "128/128 score_mod": config_for(128, 128, **SCORE),
+        "128/128 causal, mask_mod": config_for(128, 128, True, **MASK),
+        "128/128 mods that read": config_for(128, 128, **READING),
+        "128/128 causal, mods, everything": config_for(
+            128, 128, True, **SCORE, **MASK, **EVERYTHING
+        ),
+        "128/128 packed, score_mod": config_for(128, 128, **SCORE, **PACKED),
+        "128/128 packed, mask_mod": config_for(128, 128, **MASK, **PACKED),
+        "128/128 mods that read, everything, lengths": config_for(
+            128, 128, True, **READING, **EVERYTHING, **LENGTHS
+        ),
+    }
 
 
 def shipped() -> dict[str, tuple[BackwardConfig, str]]:
@@ -78,13 +113,16 @@ def shipped() -> dict[str, tuple[BackwardConfig, str]]:
         ),
         "64/128 alibi": config_for(64, 128, alibi=True),
         "64/128 softcap, window": config_for(64, 128, softcap=True, **window),
-    }
+        "128/128 causal, packed, alibi": config_for(128, 128, True, alibi=True, **PACKED),
+        "128/128 causal, everything, lengths": config_for(128, 128, True, **EVERYTHING, **LENGTHS),
+    } | shipped_mods()
     alone = replace(kinds["128/128 full"], ctas=1)
     kinds["128/128 full, one CTA"] = alone
     kinds["128/128 causal, one CTA, deterministic"] = replace(alone, causal=True, ordered=True)
     found = {name: (config, "sm_100a") for name, config in kinds.items()}
     of_103 = ("64/64 full", "128/128 full", "128/128 causal", "128/128 full, one CTA")
     of_103 += ("128/128 causal, fp16, deterministic", "64/64 causal, everything")
+    of_103 += tuple(shipped_mods()) + ("128/128 causal, everything, lengths",)
     found |= {f"{name}, sm_103a": (kinds[name], "sm_103a") for name in of_103}
     return found | {"128/128 causal, sm_110a": (kinds["128/128 causal"], "sm_110a")}
 
@@ -96,6 +134,8 @@ TESTED = (
     "128/128 causal, fp16, deterministic",
     "128/128 causal, window, alibi, deterministic",
     "128/64 causal, packed",
+    "128/128 score_mod, sm_103a",
+    "128/128 mods that read, everything, lengths",
 )
 CONFIGS = {name: EVERY_KIND[name] for name in TESTED}
 
@@ -103,7 +143,12 @@ CONFIGS = {name: EVERY_KIND[name] for name in TESTED}
 def loops_of(sass: str, config: BackwardConfig):
     """Name -> loop of each role's steps, the shortest that has what makes it that."""
     inner = loops(sass)
-    compute = [x for x in inner if x.count("MUFU.EX2") >= 64 and x.count("STTM", "STS") > 8][:3]
+    exponentials = config.run * (2 if config.score_mod else 1)  # P is made twice
+    compute = [
+        x
+        for x in inner
+        if x.count("MUFU.EX2") >= exponentials and x.count("STTM") and x.count("STTM", "STS") > 8
+    ][:3]
     plain = min(compute, key=lambda x: x.count())
     return {
         "mma": next(x for x in inner if x.count("UTCHMMA") >= mmas(config) // 2),
@@ -126,6 +171,7 @@ def features(sass: str, config: BackwardConfig) -> dict[str, int]:
     }
     for name, loop in inner.items():
         counts[f"{name} loop"] = loop.count()
+        counts[f"{name} loop spilled"] = loop.count("LDL", "STL")
         counts[f"{name} loop waits"] = loop.count("SYNCS.PHASECHK")
         counts[f"{name} loop posts"] = loop.count("SYNCS.ARRIVE") + loop.count("UTCBAR")
         counts[f"{name} loop barriers"] = loop.count("BAR.SYNC")

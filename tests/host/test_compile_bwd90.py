@@ -22,6 +22,7 @@ from flash4.problem import AttentionProblem
 from flash4.sm90.bwd_alternate_roles import AlternateRoles
 from flash4.sm90.bwd_config import MMA_WARPGROUPS, TILE_N, BackwardConfig, choose_config
 from flash4.sm90.bwd_late_roles import LateRoles
+from flash4.sm90.bwd_ops import PARTS_OF_CAP
 from flash4.sm90.bwd_roles import BackwardRoles
 from flash4.sm90.fwd_config import SMEM_ALIGN, SMEM_LIMIT
 from tests import strategies
@@ -160,7 +161,10 @@ def test_resources(name, compiled):
     assert not found.serialised, f"MMAs are serialised: {found}"
     phases = PHASES + config.left
     again = 1 if config.score_mod else 0  # P is made twice, but no tanh
-    exponentials = config.tile_m * TILE_N // MMA_WARPGROUPS // 128 * (1 + config.softcap + again)
+    # Of a cap: near zero without an exponential of its own, and beyond.
+    ways = 1 + config.softcap + config.near_cap + again
+    exponentials = config.tile_m * TILE_N // MMA_WARPGROUPS // 128 * ways
+    exponentials -= PARTS_OF_CAP * config.near_cap  # the last, in which both ways end
     roles, rest = (LateRoles, TILE_N // MMA_K) if config.late else (BackwardRoles, 0)
     roles = AlternateRoles if config.alternate else roles
     assert found.waits == calls(roles.mma, phases)["wait_mma"], found

@@ -158,7 +158,7 @@ def features(sass: str) -> dict[str, int]:
 
     mma = loop(lambda x: x.count("UTCHMMA") >= 8 and x.count("UTCBAR") >= 4)
     # S in pieces of 32 columns, and one more where mods go through them in a loop.
-    softmax = [x for x in inner if x.count("MUFU.EX2") > 32 and x.count("LDTM") in (2, 4, 5)]
+    softmax = [x for x in inner if x.count("MUFU.EX2") > 32 and x.count("LDTM") in range(2, 6)]
     correction = loop(lambda x: x.count("LDTM") >= 4 and x.count("STTM") and not x.count("MUFU"))
     masked = [x for x in softmax if x.count("R2P") > 4 or x.count("ISETP") > 64]
     looking = [x for x in softmax if x not in masked and x.count("FMNMX3") > 16]

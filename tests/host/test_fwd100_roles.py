@@ -3,18 +3,15 @@
 As a script, with more random problems: ``python -m tests.host.test_fwd100_roles --n 2000 --seed 1``.
 """
 
-import argparse
 import json
-import time
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-import hypothesis
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flash4.interface import options_of
@@ -41,6 +38,7 @@ from flash4.sm100.fwd_config import (
 )
 from tests import strategies
 from tests.checks import assert_forward_close
+from tests.host.random_runs import arguments_of, check_random
 
 
 @dataclass(frozen=True)
@@ -465,29 +463,7 @@ def test_exponentials_on_the_fma_units_that_overflow_are_noticed():
 
 def main():
     """Run random (problem, seed) pairs, of configs and of calls by turns; a failure is shrunk and raised."""
-    options = argparse.ArgumentParser(description=main.__doc__)
-    options.add_argument("--n", type=int, default=2000)
-    options.add_argument("--seed", type=int, default=0)
-    arguments = options.parse_args()
-    torch.set_num_threads(1)
-    runs, start = [], time.perf_counter()
-
-    def search(strategy, check):
-        @hypothesis.seed(arguments.seed)
-        @settings(
-            max_examples=arguments.n // 2, database=None, deadline=None,
-            suppress_health_check=list(HealthCheck),
-        )  # fmt: skip
-        @given(strategy, st.integers(0, 2**16))
-        def test(problem, seed):
-            runs.append(check(problem, seed))
-
-        test()
-
-    search(cases(), run)
-    search(CALLS, run_call)
-    seconds = time.perf_counter() - start
-    print(f"{len(runs)} runs of {len(set(runs))} configs, no alarm, numbers right, {seconds:.0f} s")
+    check_random(arguments_of(main.__doc__), ((cases(), run), (CALLS, run_call)))
 
 
 if __name__ == "__main__":

@@ -91,12 +91,13 @@ def test_small_tiles_exhaustively():
 def test_every_step_once(causal, left, heads_kv, batch, ratio, section, ctas):
     seqlen_q, seqlen_k, blocks = 37, 53, QueryBlocks(4, 8, causal, left)
     lengths, grid = (seqlen_q, seqlen_k), KvGrid(ceil_div(seqlen_k, 8), heads_kv, batch, ratio)
-    found, order = Counter(), []
+    found, order, loads = Counter(), [], [0] * ctas
     for start in range(ctas):
         tiles = KvTileSchedule(blocks, grid, section, start, ctas, *lengths)
         tile = tiles.first()
         while tile.valid:
             order.append(tile)
+            loads[start] += tile.steps
             phases = tiles.phases(tile)
             assert len(phases) == (2 if left is None else 3)
             steps = [(i, phase.masked) for phase in phases for i in range(phase.begin, phase.end)]
@@ -112,6 +113,7 @@ def test_every_step_once(causal, left, heads_kv, batch, ratio, section, ctas):
     pairs = sum(blocks.count(n, *lengths) for n in range(grid.n_blocks))
     assert len(found) == pairs * batch * heads_kv * ratio
     assert len(order) == grid.total
+    assert tiles.imbalance() == pytest.approx(max(loads) * ctas / sum(loads))
 
 
 @given(

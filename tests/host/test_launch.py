@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -84,28 +85,52 @@ def test_gradients_of_the_second_call(name, dims, kernel):
             assert torch.equal(a, b) and a.stride() == b.stride()
 
 
-def test_the_short_way_runs_no_policy():
-    """Which functions of flash4 run, in order; a new one here costs every call of every model."""
-    x = draw(1, 128, 2, 64)
+@contextlib.contextmanager
+def names_of_calls():
+    """Functions of flash4 that run, in order."""
     called = []
 
     def profile(frame, event, argument):
         module = frame.f_globals.get("__name__", "")
         if event == "call" and module.startswith("flash4"):
-            called.append(f"{module}.{frame.f_code.co_name}")
+            name = f"{module}.{frame.f_code.co_name}"
+            called.extend([name] * (name != "flash4.launch.<lambda>"))  # there without CUDA
 
+    sys.setprofile(profile)
+    try:
+        yield called
+    finally:
+        sys.setprofile(None)
+
+
+def test_the_short_way_runs_no_policy():
+    """A new function here costs every call of every model."""
+    x = draw(1, 128, 2, 64)
     with stand_in_gpu(run=lambda launch: None):
         flash4.flash_attn_func(x, x, x)
-        sys.setprofile(profile)
-        try:
+        with names_of_calls() as called:
             flash4.flash_attn_func(x, x, x)
-        finally:
-            sys.setprofile(None)
     assert called == [
         "flash4.interface.flash_attn_func", "flash4.interface._scalars",
         "flash4.interface._deterministic",
         "flash4.launch.attend", "flash4.launch.watched", "flash4.launch._find", "flash4.launch._key",
-        *["flash4.launch.<lambda>"] * ("flash4.launch.<lambda>" in called),  # without CUDA
+        "flash4.launch.run",
+    ]  # fmt: skip
+
+
+def test_nor_does_that_of_gradients():
+    x = Inputs.draw()
+    with stand_in():
+        for _ in range(2):
+            out = flash4.flash_attn_func(*x.three)
+            torch.autograd.grad(out, x.three, x.dout, retain_graph=True)
+        (prepared,) = {y.backward for y in ops._launches.values() if hasattr(y, "backward")}
+        assert out.grad_fn.found.backward is prepared
+        out.grad_fn.found.backward = replace(prepared, function=lambda *_: None)
+        with names_of_calls() as called:
+            torch.autograd.grad(out, x.three, x.dout)
+    assert called == [
+        "flash4.launch.backward", "flash4.launch._gradients", "flash4.launch.watched",
         "flash4.launch.run",
     ]  # fmt: skip
 
@@ -169,18 +194,80 @@ def test_sequences_take_the_short_way(name, wants_lse):
     assert len({x.data_ptr() for x in counters}) == len(counters), "each call has its own"
 
 
-def test_gradients_of_sequences_take_the_long_way():
-    """Whether they are built or not."""
-    q = draw(40, 4, 64)
-    keywords = {"cu_seqlens_q": CU, "cu_seqlens_k": CU}
-    with stand_in_gpu(run=lambda launch: None):
-        for _ in range(2):
-            flash4.flash_attn_varlen_func(q, q, q, **keywords)
-        prepared = [x for x in ops._launches.values() if isinstance(x, launch.Prepared)]
-        assert len(prepared) == 2 and not any(x.backward is not False for x in prepared)
-        with mock.patch.object(launch, "_apply", side_effect=AssertionError):
-            with contextlib.suppress(NotImplementedError):
-                flash4.flash_attn_varlen_func(q.requires_grad_(), q, q, **keywords)
+@contextlib.contextmanager
+def count_long_gradients():
+    """A mock of what gradients go through on the long way."""
+    with mock.patch.object(ops, "run_backward", wraps=ops.run_backward) as long:
+        yield long
+
+
+@pytest.mark.parametrize("lie", ["contiguous", "expanded", "of one row"])
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_gradients_of_sequences_take_the_short_way(name, lie):
+    """With the launches and the bits of the long way; sinks take that."""
+    q_kind, k_kind, keywords = SEQUENCES[name]
+    q = draw(40, 4, 40) if q_kind == "packed" else draw(3, 12, 4, 40)
+    k, v = (draw(*((40, 2) if k_kind == "packed" else (3, 20, 2)), d) for d in (40, 24))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    dout = draw(*q.shape[:-1], 24)
+    if lie == "expanded":
+        dout = dout[..., :1, :1].expand(dout.shape)
+    if lie == "of one row":
+        dout = dout[..., :1, :, :].expand(dout.shape)
+    found, launched = [], []
+    with stand_in() as launches:
+        for way in ("first", "short", "short", "long"):
+            if way == "long":
+                ops._launches.clear()
+                ops._backward_launches.clear()
+            out = flash4.flash_attn_varlen_func(*inputs, causal=True, **keywords)
+            if way == "long":
+                with mock.patch.object(launch, "_fits", lambda *_: False):
+                    found.append(torch.autograd.grad(out, inputs, dout))
+                continue
+            with count_long_gradients() as long:
+                found.append(torch.autograd.grad(out, inputs, dout))
+            assert long.call_count == (name == "sinks" or (name == "int64"))
+            launched.append(len(launches))
+    assert launched == [3, 6, 9]
+    for gradients in found:
+        for a, b, x in zip(gradients, found[-1], inputs, strict=True):
+            assert torch.equal(a, b) and a.stride() == b.stride() and a.shape == x.shape
+
+
+@pytest.mark.parametrize("name", [*FEATURES, "packed", "all"])
+def test_a_backward_is_one_launch_and_four_allocations(name):
+    """Three gradients, each the owner of its memory, and a workspace as large as the plan says."""
+    if name in FEATURES:
+        x, keywords = Inputs.draw(), FEATURES[name]
+        inputs, function, dout = x.three, flash4.flash_attn_func, x.dout
+    else:
+        *_, keywords = SEQUENCES[name]
+        inputs = [draw(40, 4, 64).requires_grad_() for _ in range(3)]
+        function, dout = flash4.flash_attn_varlen_func, draw(40, 4, 64)
+    with stand_in() as launches:
+        torch.autograd.grad(function(*inputs, **keywords), inputs, dout)
+        calls, made, before = [], [], len(launches)
+        out = function(*inputs, **keywords)
+        torch.autograd.grad(out, inputs, dout, retain_graph=True)
+        entries = [y for y in ops._launches.values() if isinstance(y, launch.Prepared)]
+        assert all(y is entries[0] for y in entries)
+        prepared = entries[0].backward
+        if name in ("sink", "both"):
+            assert prepared is False, "they go the long way"
+            return
+        entries[0].backward = replace(
+            prepared,
+            empty=lambda *what: made.append(prepared.empty(*what)) or made[-1],
+            function=lambda *what: calls.append(what) or prepared.function(*what),
+        )
+        gradients = torch.autograd.grad(out, inputs, dout)
+    assert len(calls) == 1 and len(launches) == before + 6
+    assert len(made) == 4 and all(a is b for a, b in zip(made, gradients, strict=False))
+    assert all(x._base is None for x in gradients)
+    plan = flash4.explain(*inputs, backward=True, arch="sm_90a", **keywords)
+    assert made[3].numel() * 4 <= plan.workspace_bytes
+    assert made[3].numel() * 4 == plan.workspace_bytes or name in SEQUENCES
 
 
 def plain(value):
