@@ -189,8 +189,7 @@ class BackwardOps:
         thread = numerics.opaque(self.thread) & (self.config.threads - 1)  # not negative
         copy = RowCopy.of(rows, self.config.threads, thread, x.shape[3])
         stride = Int64(x.stride[1]) * ELEMENT_BYTES
-        # This thread's row at once: a product of its own would be kept in registers around the loop.
-        address = x[entry, first + copy.row, head, None].iterator.toint()
+        address = x[entry, first, head, None].iterator.toint() + Int64(copy.row) * stride
         copy.copy(base, address + Int64(copy.chunk * CHUNK_BYTES), stride, count)
 
     @cute.jit
