@@ -45,6 +45,27 @@ def test_every_config_fits_its_card(card):
         assert config.threads * config.ctas_per_sm * config.registers <= 65_536
 
 
+@pytest.mark.parametrize(
+    ("card", "dims", "facts", "stages", "reason"),
+    [
+        ("HOPPER", (256, 256), {}, 2, "a step late"),
+        ("A100", (256, 256), {"causal": True}, 1, "beside the next step's copies"),
+        ("A100", (192, 128), {}, 2, "a step late"),
+        ("SMALL", (192, 128), {}, 1, "beside the next step's copies"),
+        ("SMALL", (256, 256), {}, None, "so little shared memory"),
+        ("HOPPER", (256, 256), {"softcap": True}, None, "a cap"),
+        ("HOPPER", (256, 256), {"deterministic": True}, None, "a fixed order of sums"),
+        ("HOPPER", (256, 160), {}, None, "160 columns, which are no multiple of 64"),
+    ],
+)
+def test_two_roles_serve_what_they_can(card, dims, facts, stages, reason):
+    """``stages`` is None where every warp has dK and dV."""
+    config, reasons = CARDS[card].choose_config(problem(*dims, **facts))
+    assert config.two_roles == (stages is not None)
+    assert stages in (None, config.stages) and config.ds_slots == (stages or 1)
+    assert reason in reasons[-1]
+
+
 def shipped():
     """All tiles that ship, whatever the card."""
     found = set()
