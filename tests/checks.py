@@ -176,29 +176,36 @@ def assert_gradients_close(
             continue
         e, n, s = (getattr(x, name) for x in (expected, native, noise))
         if name == "dsink":
-            s = s + _float32_sink_error(inputs, dout, dlse, options)
+            s = s + _sink_error(inputs, dout, dlse, options)
         zero_rows = ((e == 0) & (s == 0)).all(-1) if e.dim() > 1 else None
         assert_close_to_reference(got.detach(), e, n, name, noise=s, zero_rows=zero_rows)
 
 
-def _float32_sink_error(
+def _sink_error(
     inputs: tuple[Tensor, Tensor, Tensor],
     dout: Tensor,
     dlse: Tensor | None,
     options: reference.AttentionOptions,
 ) -> Tensor:
-    """Error of dsink from an LSE in float32: four half ulps of it in exp(sink - LSE), for each row.
+    """Error of dsink that is not independent from row to row.
 
-    The gradient of a float32 sink is compared at float32's own spacing, far below that.
+    From an LSE in float32 come four half ulps of it in exp(sink - LSE), for each row: the gradient of a float32 sink is
+    compared at float32's own spacing, far below that. From the out that is saved in its dtype comes the rounding of out
+    itself, which rows with the same probabilities have in common.
     """
     q, k, v = (x.detach() for x in inputs)
     out, lse = reference.attention_forward(q, k, v, options)
+    rounding = (dout.double() * (out.to(q.dtype).double() - out)).sum(-1).transpose(-1, -2)
     delta = (dout.double() * out).sum(-1).transpose(-1, -2)
     delta = delta if dlse is None else delta - dlse
     sink = options.learnable_sink.detach().double()[:, None]
-    rows = (sink - lse).exp() * delta.abs() * (1 + lse.abs())
-    rows = rows.masked_fill(lse == -torch.inf, 0.0)
-    return 2.0**-22 * rows.movedim(-2, 0).flatten(1).sum(1)
+    weights = (sink - lse).exp().masked_fill(lse == -torch.inf, 0.0)
+
+    def of_heads(rows: Tensor) -> Tensor:
+        return rows.masked_fill(lse == -torch.inf, 0.0).movedim(-2, 0).flatten(1).sum(1)
+
+    spacing = of_heads(weights * delta.abs() * (1 + lse.abs()))
+    return 2.0**-22 * spacing + of_heads(weights * rounding).abs()
 
 
 def assert_float64_close(actual: Tensor, expected: Tensor, name: str = "result") -> None:

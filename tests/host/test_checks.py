@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -206,6 +207,22 @@ def test_gradient_of_a_sink():
     results[3][1] *= 1.1
     with pytest.raises(AssertionError, match="^dsink: "):
         assert_gradients_close(results, (q, k, v), dout, learnable_sink=sink)
+
+
+@pytest.mark.parametrize("seed", [0, 3, 4, 5])
+def test_rows_with_the_same_probabilities_share_the_rounding_of_out(seed):
+    torch.manual_seed(seed)
+    q, k = torch.zeros(1, 900, 1, 64).bfloat16(), torch.randn(1, 1, 1, 64).bfloat16()
+    v, dout = torch.randn(1, 1, 1, 64).bfloat16(), torch.ones(1, 900, 1, 64).bfloat16()
+    sink = torch.tensor([1.0])
+    options = reference.AttentionOptions(learnable_sink=sink)
+    out, lse = reference.attention_forward(q, k, v, options)
+    rounding = out.bfloat16().double() - out
+    for stored, right in ((out + rounding, True), (out + 8 * rounding, False)):
+        delta = (dout.double() * stored).sum(-1).transpose(1, 2)
+        dsink = -((sink[:, None] - lse).exp() * delta).sum((0, 2)).float()
+        with contextlib.nullcontext() if right else pytest.raises(AssertionError):
+            assert_gradients_close((None, None, None, dsink), (q, k, v), dout, learnable_sink=sink)
 
 
 def test_expected_infinities_and_overflow_agree():
