@@ -84,6 +84,7 @@ class BackwardLaunch(LaunchFacts):
     swap_dq = False  # dQ is multiplied, not its transpose
     negates = False  # statistics are subtracted
     dq_lanes = 0  # sums of dQ lie as accumulators of warpgroups have them
+    dq_turned = False  # nor as lanes have the transpose
     order_of_sums: dict[str, int] = {}  # what else ``FinishConfig`` must know of how they lie
 
     @property

@@ -18,13 +18,12 @@ from flash4.sim.memory import Region, Space
 from flash4.sim.signals import Edges, Signal, SignalSpec, TmaRing, TmaRingSpec
 from flash4.sim.sm100_bwd_memory import Cursor, Free, Nothing, Producer
 from flash4.sim.sm100_fwd_clock import LOAD, TILE, Commits, _Remote, work
-from flash4.sm100.bwd_config import STAT_BYTES, TILE_M, BackwardConfig
+from flash4.sm100.bwd_config import BackwardConfig
 from flash4.sm100.bwd_graph import LEADER, ROWS, SLICE, UMMA
 from flash4.sm100.bwd_pair_roles import PairRoles
 from flash4.sm100.bwd_roles import BackwardRoles
 from flash4.sm100.fwd_config import ELEMENT_BYTES
 
-QUERIES = 64  # of a step, of a thread of ``compute``
 WARPGROUPS = 2
 MEETING = 30.0  # from the last arrival at a named barrier; as on an H200
 ROUND_TRIP = 700.0  # to L2 and back: a look at a counter
@@ -82,7 +81,7 @@ class LoadOps:
     def __init__(self, machine, config: BackwardConfig):
         self._machine, self._first, c = machine, machine.chip.first_copy, config
         self.k_bytes, self.v_bytes, self.q_bytes = c.k_bytes, c.v_bytes, c.q_bytes
-        self.do_bytes, self.stat_bytes = c.do_bytes, STAT_BYTES
+        self.do_bytes, self.stat_bytes = c.do_bytes, c.stat_bytes
 
     def load_k(self, tile, slot):
         """Keys."""
@@ -142,24 +141,30 @@ class MmaOps:
         self._scores("dP", self._config.tile_dv)
 
     def _scores(self, label, depth):
-        self._issue(label, TILE_M, depth, (ROWS + TILE_M // self._config.ctas) * depth)
+        queries = self._config.tile_m
+        self._issue(label, queries, depth, (ROWS + queries // self._config.ctas) * depth)
 
     def dv(self, slot, accumulate):
         """dV += P^T dO."""
         c = self._config
-        self._issue("dV", c.tile_dv, TILE_M, TILE_M * c.tile_dv // c.ctas)
+        self._issue("dV", c.part_dv, c.tile_m, c.tile_m * c.part_dv // c.ctas)
 
     def dk(self, slot, accumulate):
         """dK += dS^T Q."""
         c = self._config
         in_smem = c.ctas == 1 and not self._shape.keeps_dst
-        a = ROWS * TILE_M if in_smem else 0
-        self._issue("dK", c.tile_d, TILE_M, a + TILE_M * c.tile_d // c.ctas)
+        a = ROWS * c.tile_m if in_smem else 0
+        self._issue("dK", c.part_d, c.tile_m, a + c.tile_m * c.part_d // c.ctas)
 
     def dq(self, slot):
         """dQ = dS K."""
         c = self._config
-        self._issue("dQ", c.tile_d // c.ctas, c.tile_n, ROWS * TILE_M + ROWS * c.tile_d)
+        if not c.dq_turned:
+            elements = ROWS * c.tile_m + ROWS * c.tile_d
+            self._issue("dQ", c.tile_d // c.ctas, c.tile_n, elements)
+            return
+        for _, rows in c.dq_accumulators:  # 64 rows take as long as 128
+            self._issue("dQ^T", c.tile_m, ROWS, ROWS * (rows + c.tile_m))
 
     def _issue(self, label, columns, depth, elements):
         machine, chip = self._machine, self._machine.chip
@@ -174,7 +179,7 @@ class ComputeOps:
     """Verbs of a warpgroup of ``compute``."""
 
     def __init__(self, machine, shape: Shape, meeting):
-        chip, c, n = machine.chip, shape.config, QUERIES
+        chip, c, n = machine.chip, shape.config, shape.config.tile_m // WARPGROUPS
         self._machine, self._shape, self._meeting = machine, shape, meeting
         wait, step = chip.tmem_latency, chip.dependence
         self._tile = work(chip, "decode", other=TILE)
@@ -185,7 +190,7 @@ class ComputeOps:
         self._store = work(chip, "store 16 bit", tmem=n / 2, stall=wait)
         self._grad = work(chip, "dS", tmem=n, fma=n, cvt=n / 2, other=n / 4 + 10, stall=wait + step)
         self._stage = work(
-            chip, "dV or dK", tmem=c.tile_d / 2, cvt=c.tile_d / 4, other=60, stall=4 * wait
+            chip, "dV or dK", tmem=c.part_d / 2, cvt=c.part_d / 4, other=60, stall=4 * wait
         )
         nbytes = ROWS * n * ELEMENT_BYTES
         cycles = nbytes / chip.smem_bytes
@@ -238,7 +243,7 @@ class ComputeOps:
 
     def send_dv(self, tile):
         """Start a store."""
-        chip, nbytes = self._machine.chip, self._shape.config.v_bytes // WARPGROUPS
+        chip, nbytes = self._machine.chip, ROWS * self._shape.config.part_dv * ELEMENT_BYTES // WARPGROUPS
         use = {"smem": nbytes / chip.smem_bytes}
         store = Work("TMA store", nbytes / chip.fill_bytes, use)
         self._lane.issue(store.label, _nothing, work=store)
@@ -259,7 +264,7 @@ class ReduceOps:
     def __init__(self, machine, config: BackwardConfig):
         chip, c = machine.chip, config
         self._machine, self._config, self.parts = machine, c, tuple(range(c.dq_steps))
-        self._load = work(chip, "load dQ", tmem=c.tile_d // c.ctas, stall=chip.tmem_latency)
+        self._load = work(chip, "load dQ", tmem=c.tmem.dq_columns, stall=chip.tmem_latency)
         nbytes = c.dq_floats * 4
         self._cycles = nbytes / chip.smem_bytes
         use = {"smem": self._cycles, "issue": c.dq_columns / 4 + 8}
@@ -432,10 +437,10 @@ def tflops(seqlen: int, causal: bool, shape: Shape, costs: Costs, chip: TensorMe
     blocks = config.blocks() if causal == config.causal else None
     counts = [blocks.count(n, seqlen, seqlen) for n in range(tiles)]
     order = [n for n in counts for _ in range(heads)] if shape.persistent else counts * heads
-    loads = [0.0] * (chip.sms // config.ctas)
+    loads = [0.0] * (chip.sms // (config.ctas * config.splits))
     for count in order:
         start = heapq.heappop(loads)
         heapq.heappush(loads, start + costs.tile + count * costs.step)
     microseconds = max(loads) / chip.mma_mhz + chip.launch_us
     pairs = seqlen**2 / (2 if causal else 1) * heads
-    return 2.5 * 4 * pairs * config.tile_d / microseconds / 1e6
+    return 2 * pairs * (3 * config.tile_d + 2 * config.tile_dv) / microseconds / 1e6

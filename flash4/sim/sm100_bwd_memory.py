@@ -9,7 +9,7 @@ from flash4.sim.machine import Machine
 from flash4.sim.memory import Region, Space
 from flash4.sim.signals import TmaRing, TmaSlot
 from flash4.sim.tmem import TensorCore
-from flash4.sm100.bwd_config import STAT_BYTES, TILE_M, BackwardConfig
+from flash4.sm100.bwd_config import BackwardConfig
 from flash4.sm100.bwd_graph import CHUNK, ROWS
 
 WARPS = ROWS // WARP  # of a warpgroup
@@ -32,9 +32,9 @@ class Memory:
         c = self._config
         shapes = {
             "k": (ROWS, c.tile_d), "v": (ROWS, c.tile_dv),
-            "q": (TILE_M // c.ctas, c.tile_d), "do": (TILE_M // c.ctas, c.tile_dv),
-            "kt": (c.tile_n, c.tile_d // 2), "qt": (TILE_M, c.tile_d // 2),
-            "dot": (TILE_M, c.tile_dv // 2),
+            "q": (c.tile_m // c.ctas, c.tile_d), "do": (c.tile_m // c.ctas, c.tile_dv),
+            "kt": (c.tile_n, c.tile_d // 2), "qt": (c.tile_m, c.tile_d // 2),
+            "dot": (c.tile_m, c.tile_dv // 2),
         }  # fmt: skip
         shape = shapes[name]
         nbytes = shape[0] * shape[1] * 2
@@ -42,7 +42,8 @@ class Memory:
 
     def stat(self, slot: int) -> Region:
         """-LSE and -D of a step's queries."""
-        return self._region("stat", f"stat[{slot}]", slot * STAT_BYTES, (2, TILE_M), 4)
+        c = self._config
+        return self._region("stat", f"stat[{slot}]", slot * c.stat_bytes, (2, c.tile_m), 4)
 
     def ds(self, panel: int, warp: int) -> Region:
         """What a warp of ``compute`` writes of a panel: 32 keys, 32 queries."""
@@ -55,15 +56,15 @@ class Memory:
 
     def out(self, name: str, warp: int) -> Region:
         """What a warp of ``compute`` writes of dK or dV, over K or V: 32 keys, half of the columns."""
-        columns = (self._config.tile_d if name == "k" else self._config.tile_dv) // 2
+        columns = (self._config.part_d if name == "k" else self._config.part_dv) // 2
         at = warp * WARP * columns * 2
         return self._region(name, f"d{name.upper()} of warp {warp}", at, (WARP, columns), 2)
 
-    def dq(self, buffer: int, warp: int) -> Region:
+    def dq(self, buffer: int, warp: int, lanes: int = WARP) -> Region:
         """What a warp of ``reduce`` writes of a part of dQ: groups of 4 columns, its lanes, 4."""
-        c = self._config
-        shape = (c.dq_columns // GROUP_NUMBERS, WARP, GROUP_NUMBERS)
-        at = (buffer * WARPS + warp) * c.dq_columns * WARP * 4
+        numbers = self._config.dq_floats // WARPS
+        shape = (numbers // lanes // GROUP_NUMBERS, lanes, GROUP_NUMBERS)
+        at = (buffer * WARPS + warp) * numbers * 4
         return self._region("dq", f"dQ[{buffer}] of warp {warp}", at, shape, 4)
 
 
