@@ -33,7 +33,13 @@ from flash4.common.tma_views import (
     ragged_rows_view,
     ragged_store_view,
 )
-from flash4.sm100.bwd_config import DQ_STAGES, SMEM_LIMIT, STAT_STAGES, TILE_M, BackwardConfig
+from flash4.sm100.bwd_config import (
+    DQ_STAGES,
+    PANEL,
+    SMEM_LIMIT,
+    STAT_STAGES,
+    BackwardConfig,
+)
 from flash4.sm100.bwd_ends import (
     Bytes,
     ComputeEnds,
@@ -94,6 +100,8 @@ class Memory:
 class BackwardSm100:
     """One Blackwell backward kernel; see the module docstring for its pipeline."""
 
+    mma_ops, reduce_ops = MmaOps, ReduceOps
+
     def __init__(self, config: BackwardConfig):
         self.config = config
         self.graph = config.graph
@@ -102,7 +110,9 @@ class BackwardSm100:
                 f"{config} needs {self.graph.smem_bytes} bytes of shared memory, one CTA has {SMEM_LIMIT}"
             )
         self.roles = BackwardRoles()
+        self.issuers = self.roles  # whose load and mma one CTA runs
         self.pair_roles = PairRoles()
+        self.team = config.ctas * config.splits  # CTAs of a tile
 
     def fake_arguments(self):
         """Arguments of ``__call__`` with symbolic sizes and strides, for compiling without data."""
@@ -146,9 +156,9 @@ class BackwardSm100:
         operands = self._operands(q, k, v, do, dk, dv)
         workers = grid.total
         if cutlass.const_expr(not c.varlen):
-            workers = cutlass.min(grid.total, numbers["workers"] // c.ctas)
+            workers = cutlass.min(grid.total, numbers["workers"] // self.team)
         self.kernel(operands, run_time, grid, section, (q.shape[1], k.shape[1])).launch(
-            grid=(workers * c.ctas, 1, 1),
+            grid=(workers * self.team, 1, 1),
             cluster=(c.ctas, 1, 1) if c.ctas > 1 else None,
             block=(self.graph.threads, 1, 1),
             stream=stream,
@@ -191,18 +201,18 @@ class BackwardSm100:
             return Operand(*cpasync.make_tiled_tma_atom(save, view, one, (ROWS, width)))
 
         rows, columns = [1, 3, 2, 0], [3, 1, 2, 0]
-        s_d, s_dv = (c.tile_n, TILE_M, c.tile_d), (c.tile_n, TILE_M, c.tile_dv)
+        s_d, s_dv = (c.tile_n, c.tile_m, c.tile_d), (c.tile_n, c.tile_m, c.tile_dv)
         found = {
             "k": operand(make_a, k, rows, "k", s_d, mma_s),
             "v": operand(make_a, v, rows, "v", s_dv, mma_s),
             "q": operand(make_b, q, rows, "q", s_d, mma_s),
             "do": operand(make_b, do, rows, "do", s_dv, mma_s),
-            "dk": result(dk, "dk", c.tile_d),
-            "dv": result(dv, "dv", c.tile_dv),
+            "dk": result(dk, "dk", c.part_d),
+            "dv": result(dv, "dv", c.part_dv),
         }
         if c.ctas > 1:
-            of_dq = (TILE_M, c.tile_d, c.tile_n)
-            of_dk, of_dv = (c.tile_n, c.tile_d, TILE_M), (c.tile_n, c.tile_dv, TILE_M)
+            of_dq = (c.tile_m, c.tile_d, c.tile_n)
+            of_dk, of_dv = (c.tile_n, c.tile_d, c.tile_m), (c.tile_n, c.tile_dv, c.tile_m)
             found |= {
                 "kt": operand(make_b, k, columns, "kt", of_dq, mma_dq),
                 "qt": operand(make_b, q, columns, "qt", of_dk, mma_dk),
@@ -229,7 +239,7 @@ class BackwardSm100:
         if cutlass.const_expr(c.varlen):
             if warp == FINDING_WARP:
                 number, _, _ = cute.arch.block_idx()
-                self._tiles(*tiles).find(thread, number)
+                self._tiles(*tiles).find(thread, number // self.team)
             cute.arch.sync_threads()
         compute, reduce, mma = (graph.role(name) for name in ("compute", "reduce", "mma"))
         if warp >= mma.warps.start:
@@ -264,7 +274,6 @@ class BackwardSm100:
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         visits = self.config.blocks(run_time.left, run_time.right)
-        ctas = self.config.ctas
         if self.config.varlen:
             words = cute.recast_ptr(memory.base["tile"], dtype=Int32)
             words = cute.make_tensor(words, cute.make_layout(TILE_WORDS))
@@ -272,13 +281,22 @@ class BackwardSm100:
             return OneTile(
                 SequenceSchedule(visits, grid, *sides, section, self.config.least_heads), words
             )
-        return KvTileSchedule(visits, grid, section, block // ctas, blocks // ctas, *seqlens)
+        return KvTileSchedule(
+            visits, grid, section, block // self.team, blocks // self.team, *seqlens
+        )
 
     def _rank(self):
         """Rank of this CTA in its pair; 0 of one that works alone."""
         if self.config.ctas == 1:
             return 0
         return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+
+    def _split(self):
+        """Which part of the columns of dQ, dK and dV this CTA has."""
+        if self.config.splits == 1:
+            return 0
+        block, _, _ = cute.arch.block_idx()
+        return cute.arch.make_warp_uniform(block % self.config.splits)
 
     def _allocate(self, warp):
         """Shared memory, barriers and tensor memory; all threads meet here."""
@@ -366,7 +384,7 @@ class BackwardSm100:
         c, rank = self.config, self._rank()
         every = ("k", "v", "q", "do", "kt", "qt", "dot")
         names = [name for name in every if getattr(operands, name) is not None]
-        layout = cute.make_layout((TILE_M, 2, STAT_STAGES))
+        layout = cute.make_layout((c.tile_m, 2, STAT_STAGES))
         ops = LoadOps(
             c, tiles, operands, run_time.entry_rows, run_time.lse, run_time.delta, rank,
             self._smem(memory, names), self._floats(memory, "stat", layout),
@@ -379,14 +397,14 @@ class BackwardSm100:
             ends |= {name: self._wait(memory, name, "load") for name in ("s", "dp")}
             self.pair_roles.load(ops, tiles, LoadEnds(**ends))
         else:
-            self.roles.load(ops, tiles, LoadEnds(**ends))
+            self.issuers.load(ops, tiles, LoadEnds(**ends))
 
     def _run_mma(self, memory, tiles):
         c = self.config
         memory.tmem.wait_for_alloc()
-        names = ["k", "v", "q", "do", "qt", "dot", "ds", "kt"] + (["dst"] if c.ctas == 1 else [])
+        names = [name for name in smem_layouts(c) if name not in ("p", "dk", "dv")]
         pointer = memory.tmem.retrieve_ptr(Float32)
-        ops = MmaOps(
+        ops = self.mma_ops(
             c, self.graph.tmem, smem_layouts(c)["p"].outer, pointer, self._smem(memory, names, 2)
         )
         posts = {name: self._raise(memory, name) for name in ("s", "dp", "dq", "dv", "dk")}
@@ -398,7 +416,7 @@ class BackwardSm100:
             self._lead(ops, tiles, MmaEnds(**ends))
         else:
             ends |= {"qt": self._ring(memory, "q", Cursor), "dot": self._ring(memory, "do", Cursor)}
-            self.roles.mma(ops, tiles, MmaEnds(**ends))
+            self.issuers.mma(ops, tiles, MmaEnds(**ends))
 
     @cute.jit
     def _lead(self, ops, tiles, ends):
@@ -409,11 +427,11 @@ class BackwardSm100:
     def _panels(self, memory):
         """dS as ``compute`` writes it, (128 keys, 64 queries, panels), and the same without its swizzle, (numbers, panels)."""
         c = self.config
-        half, inner = TILE_M // 2, smem_layouts(c)["ds"].inner
-        layout = cute.make_layout((ROWS, half, c.panels), stride=(half, 1, ROWS * half))
+        inner = smem_layouts(c)["ds"].inner
+        layout = cute.make_layout((ROWS, PANEL, c.panels), stride=(PANEL, 1, ROWS * PANEL))
         pointer = cute.recast_ptr(memory.base["ds"], swizzle_=inner, dtype=element(c))
         flat = cute.recast_ptr(memory.base["ds"], dtype=element(c))
-        numbers = cute.make_layout((ROWS * half, c.panels))
+        numbers = cute.make_layout((ROWS * PANEL, c.panels))
         return cute.make_tensor(pointer, layout), cute.make_tensor(flat, numbers)
 
     def _run_relay(self, memory, tiles):
@@ -425,7 +443,7 @@ class BackwardSm100:
         c, pair = self.config, self.config.ctas > 1
         memory.tmem.wait_for_alloc()
         lanes = Lanes(memory.tmem.retrieve_ptr(Float32), thread % WARPGROUP)
-        statistics = cute.make_layout((VECTOR, TILE_M // VECTOR, 2, STAT_STAGES))
+        statistics = cute.make_layout((VECTOR, c.tile_m // VECTOR, 2, STAT_STAGES))
         results = self._smem(memory, ("dk", "dv"))
         ops = ComputeOps(
             config=c,
@@ -442,6 +460,7 @@ class BackwardSm100:
             rank=self._rank(),
             warp=warp,
             warpgroup=warp // (WARPGROUP // WARP),
+            split=self._split(),
         )
         ends = {name: self._wait(memory, name, "compute") for name in ("s", "dp", "dv", "dk")}
         ends |= {name: self._raise(memory, name) for name in ("p", "ds")}
@@ -463,9 +482,9 @@ class BackwardSm100:
         memory.tmem.wait_for_alloc()
         pointer = memory.tmem.retrieve_ptr(Float32)
         parts = cute.make_layout((VECTOR, ROWS, c.dq_columns // VECTOR, DQ_STAGES))
-        ops = ReduceOps(
+        ops = self.reduce_ops(
             c, self.graph.tmem, tiles, run_time, Lanes(pointer, thread),
-            self._floats(memory, "dq", parts), self._rank(), warp,
+            self._floats(memory, "dq", parts), self._rank() + self._split(), warp,
         )  # fmt: skip
         ends = ReduceEnds(
             dq=self._wait(memory, "dq", "reduce"),

@@ -15,11 +15,10 @@ from flash4.common import numerics
 from flash4.common.fragments import GROUP_NUMBERS
 from flash4.common.geometry import choose
 from flash4.common.numerics import LOG2E
-from flash4.sm100.bwd_config import DQ_STAGES, FLOAT_BYTES, TILE_M
+from flash4.sm100.bwd_config import DQ_STAGES, FLOAT_BYTES
 from flash4.sm100.bwd_graph import CHUNK, ROWS
 from flash4.sm100.bwd_ops import Operand, element
 
-PARTS = 2  # halves of a step's queries, of which a thread has 32 columns
 PIECE = 8  # 16-bit elements that a thread stores to shared memory at a time, and scores that it works on
 VECTOR = 4  # float32 that a thread loads from shared memory at a time
 
@@ -101,13 +100,14 @@ class ComputeOps:
     lanes: Lanes
     sStat: cute.Tensor  # (4, 32, 2, slots) float32: four queries, which four, -LSE or -D
     sPanels: cute.Tensor  # (128 keys, 64 queries, panels), 16 bit
-    sDK: cute.Tensor  # (128, tile_d, 1)
-    sDV: cute.Tensor  # (128, tile_dv, 1)
+    sDK: cute.Tensor  # (128, part_d, 1)
+    sDV: cute.Tensor  # (128, part_dv, 1)
     dk_out: Operand  # (S, D, heads_kv, B); of packed keys a ragged view instead of B
     dv_out: Operand
     rank: object  # of the CTA
     warp: object  # in the role
     warpgroup: object  # in the role
+    split: object = 0  # which part of the columns of dK and dV the CTA has
 
     def phases(self, tile):
         """See ``KvSteps.phases``."""
@@ -132,8 +132,8 @@ class ComputeOps:
 
     def load_s(self):
         """S^T of this thread in registers."""
-        scores = cute.make_rmem_tensor(PARTS * CHUNK, Float32)
-        for part in range(PARTS):
+        scores = cute.make_rmem_tensor(self.config.query_parts * CHUNK, Float32)
+        for part in range(self.config.query_parts):
             column = self.tmem.s() + self.tmem.loaded(self.warpgroup, part)
             self.lanes.load(scores, part * CHUNK, column, CHUNK)
         cute.arch.fence_view_async_tmem_load()
@@ -146,8 +146,8 @@ class ComputeOps:
             (P^T, times the slope of a cap, over the scores; P^T in 16 bit).
         """
         c = self.config
-        probs = cute.make_rmem_tensor(PARTS * CHUNK, element(c))
-        for part in range(PARTS):
+        probs = cute.make_rmem_tensor(c.query_parts * CHUNK, element(c))
+        for part in range(self.config.query_parts):
             seen, bias = self._seen(tile, place, part, phase), self._bias(tile, place, part)
             for column in range(0, CHUNK, PIECE):
                 at = part * CHUNK + column
@@ -198,7 +198,7 @@ class ComputeOps:
                 scores[at + j + n] = cute.math.exp2(x, fastmath=True)
 
     def _first_query(self, place, part):
-        return place.block * TILE_M + self.tmem.loaded(self.warpgroup, part)
+        return place.block * self.config.tile_m + self.tmem.loaded(self.warpgroup, part)
 
     def _key(self, tile):
         return tile.n_block * self.config.tile_n + self.rank * ROWS + self.lanes.thread
@@ -230,13 +230,14 @@ class ComputeOps:
         column = column + self.tmem.packed(
             self.warpgroup, 0
         )  # the second part lies behind the first
-        self.lanes.store(cute.recast_tensor(values, Float32), column, CHUNK)
+        words = self.config.query_parts * CHUNK // 2
+        self.lanes.store(cute.recast_tensor(values, Float32), column, words)
 
     def grad(self, weights, slot):
         """dS^T = P^T (dP^T - D), in 16 bit."""
         c = self.config
-        grads = cute.make_rmem_tensor(PARTS * CHUNK, element(c))
-        for part in range(PARTS):
+        grads = cute.make_rmem_tensor(c.query_parts * CHUNK, element(c))
+        for part in range(self.config.query_parts):
             dp = cute.make_rmem_tensor(CHUNK, Float32)
             column = self.tmem.dp() + self.tmem.loaded(self.warpgroup, part)
             self.lanes.load(dp, 0, column, CHUNK)
@@ -262,7 +263,7 @@ class ComputeOps:
         """dS to shared memory, by panels of 64 queries; in a pair the peer's into the one that is sent."""
         # Opaque: ptxas would keep the swizzled addresses of all pieces of the row in registers around the loop.
         thread = numerics.opaque(self.lanes.thread)
-        for part in range(PARTS):
+        for part in range(self.config.query_parts):
             panel = part
             if self.config.ctas > 1:  # of the leader 0 and 2, of the peer 2 and 1
                 panel = 2 * self.rank if part == 0 else 2 - self.rank
@@ -295,11 +296,11 @@ class ComputeOps:
 
     def stage_dv(self):
         """dV to shared memory, over V."""
-        self._stage(self.tmem.dv(), self.sDV, self.config.tile_dv, None)
+        self._stage(self.tmem.dv(), self.sDV, self.config.part_dv, None)
 
     def stage_dk(self):
         """dK, scaled, over K."""
-        self._stage(self.tmem.dk(), self.sDK, self.config.tile_d, self.run_time.scale)
+        self._stage(self.tmem.dk(), self.sDK, self.config.part_d, self.run_time.scale)
 
     def send_dv(self, tile):
         """Start the store of dV; rows past the sequence are clipped."""
@@ -320,7 +321,7 @@ class ComputeOps:
             else:
                 mX = operand.tensor[None, None, tile.head_kv, where.entry_k]
             block = tile.n_block * self.config.ctas + self.rank
-            gX = cute.local_tile(mX, (ROWS, cute.size(sX, mode=[1])), (block, 0))
+            gX = cute.local_tile(mX, (ROWS, cute.size(sX, mode=[1])), (block, self.split))
             tXsX, tXgX = cpasync.tma_partition(
                 operand.atom,
                 0,
@@ -350,7 +351,7 @@ class ReduceOps:
     run_time: RunTime
     lanes: Lanes
     sDQ: cute.Tensor  # (4, 128 lanes, dq_columns / 4, stages) float32
-    rank: object  # of the CTA
+    rank: object  # of the CTA, or which part of the columns it has
     warp: object  # in the role
 
     @property
