@@ -13,12 +13,11 @@ Config and graph are in ``bwd_wide_config``, the schedule with one slot in ``bwd
 import cutlass.cute as cute
 
 from flash4.sm100.bwd import BackwardSm100
-from flash4.sm100.bwd_graph import ROWS
 from flash4.sm100.bwd_ops import element
 from flash4.sm100.bwd_wide_config import WideBackwardConfig
 from flash4.sm100.bwd_wide_ops import WideMmaOps, WideReduceOps
 from flash4.sm100.bwd_wide_roles import OneSlotRoles
-from flash4.sm100.fwd_config import ELEMENT_BYTES, SMEM_ALIGN
+from flash4.sm100.fwd_config import SMEM_ALIGN
 
 
 class WideBackwardSm100(BackwardSm100):
@@ -32,21 +31,10 @@ class WideBackwardSm100(BackwardSm100):
             self.issuers = OneSlotRoles()
 
     def _operand(self, memory, name, layout):
-        """16-bit tensor in a buffer; of what is read of some columns alone, it begins at the first of this CTA's."""
-        c = self.config
-        buffers = {"qt": ("q", c.part_d * c.tile_m), "dot": ("do", c.part_dv * c.tile_m)}
-        buffers |= {"ds": ("ds", 0), "dst": ("ds", 0), "dk": ("k", 0), "dv": ("v", 0)}
-        first = 0
-        if name.startswith("kt"):
-            first = c.dq_accumulators[int(name.removeprefix("kt"))][0] * ROWS
-            buffers[name] = ("k", c.part_d * ROWS)
-        buffer, apart = buffers.get(name, (name, 0))
-        base = memory.base[buffer]
-        if c.splits > 1 and apart:
-            base = base + self._split() * (apart * ELEMENT_BYTES)
-        pointer = cute.recast_ptr(
-            (base + first * ELEMENT_BYTES).align(SMEM_ALIGN),
-            swizzle_=layout.inner,
-            dtype=element(c),
-        )
+        """16-bit tensor in a buffer; of what is read by columns, it begins at the first of this CTA's."""
+        if not name.startswith(("kt", "qt", "dot")):
+            return super()._operand(memory, name, layout)
+        buffer, first = self.config.start_of(name, self._split())
+        pointer = (memory.base[buffer] + first).align(SMEM_ALIGN)
+        pointer = cute.recast_ptr(pointer, swizzle_=layout.inner, dtype=element(self.config))
         return cute.make_tensor(pointer, layout.outer)

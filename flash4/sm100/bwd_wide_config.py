@@ -150,6 +150,16 @@ class WideBackwardConfig(BackwardConfig):
         firsts = range(0, self.part_d, ROWS)
         return tuple((first, min(ROWS, self.part_d - first)) for first in firsts)
 
+    def start_of(self, name: str, split) -> tuple[str, object]:
+        """(buffer, byte of the first column) of an operand of dQ, dK or dV that is read by columns; dual-mode."""
+        if name.startswith("kt"):
+            buffer, rows, width = "k", ROWS, self.part_d
+            first, _ = self.dq_accumulators[int(name.removeprefix("kt"))]
+        else:
+            buffer, width = {"qt": ("q", self.part_d), "dot": ("do", self.part_dv)}[name]
+            rows, first = self.tile_m, 0
+        return buffer, (split * width + first) * (rows * ELEMENT_BYTES)
+
     @property
     def dq_steps(self) -> int:
         """Pieces in which dQ leaves."""
@@ -167,7 +177,7 @@ class WideBackwardConfig(BackwardConfig):
 
     @property
     def _registers(self) -> tuple[int, int, int]:
-        """Of reduce, compute and the others."""
+        """Of reduce, compute and the others; a thread of compute has 32 queries of a step: features need no more."""
         return REGISTERS
 
     def bounds(self) -> dict[str, int]:
