@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from flash4.common.dsl import plain
-from flash4.common.fragments import GROUP_NUMBERS, dq_place
+from flash4.common.fragments import GROUP_NUMBERS
 from flash4.common.graph import WARP, launch_registers
 from flash4.common.numerics import LOG2E
 from flash4.problem import CallOptions
@@ -30,6 +30,7 @@ from flash4.sim.sm100_bwd_memory import (
     Memory,
     Nothing,
     Producer,
+    dq_of_sums,
     panels_of,
 )
 from flash4.sim.sm100_fwd import pack_16_bit, unpack_16_bit
@@ -308,11 +309,16 @@ class ComputeOps(WarpOps):
 
     def _columns(self):
         """Queries of this warp in a step."""
-        firsts = [self._map.loaded(self._warpgroup, part) for part in range(self._config.query_parts)]
+        firsts = [
+            self._map.loaded(self._warpgroup, part) for part in range(self._config.query_parts)
+        ]
         return np.concatenate([first + np.arange(CHUNK) for first in firsts])
 
     def _both(self, name, column):
-        firsts = [column + self._map.loaded(self._warpgroup, part) for part in range(self._config.query_parts)]
+        firsts = [
+            column + self._map.loaded(self._warpgroup, part)
+            for part in range(self._config.query_parts)
+        ]
         return np.concatenate([self._load(name, first, CHUNK) for first in firsts], 1)
 
     def load_s(self):
@@ -602,25 +608,6 @@ def simulate_backward(
         machine.run()
         sums = sums + dq_of_sums(call)
     return gradients(sums, call, packed)
-
-
-def dq_of_sums(call: Call) -> np.ndarray:
-    """What a machine's CTAs have added to dQ, (entries, heads, rows of all slots, padded head dim), as the next kernel reads it."""
-    c = call.config
-    dq = np.zeros((*call.lse.shape, c.tile_d), np.float32)
-    for (entry, head, slot, rank, part, warp), total in call.sums.items():
-        shape = total.values.shape  # groups of columns of a lane, lanes of the warp, 4
-        group, lane, number = np.meshgrid(*(np.arange(n) for n in shape), indexing="ij")
-        # Place in the block, in float32 numbers, and from it what a thread of the next kernel makes of it.
-        flat = (rank * c.dq_steps + part) * c.dq_floats
-        flat = flat + ((group * WARPS + warp) * shape[1] + lane) * GROUP_NUMBERS + number
-        half = c.tile_m * c.tile_d // 2
-        which, rest = np.divmod(flat, half)
-        its_group, rest = np.divmod(rest, ROWS * GROUP_NUMBERS)
-        thread, its_number = np.divmod(rest, GROUP_NUMBERS)
-        row, column = dq_place(c, which, thread, its_group, its_number)
-        dq[entry, head, slot * c.tile_m + row, column] += total.values
-    return dq
 
 
 def backward_machines(

@@ -243,7 +243,10 @@ class ComputeOps:
 
     def send_dv(self, tile):
         """Start a store."""
-        chip, nbytes = self._machine.chip, ROWS * self._shape.config.part_dv * ELEMENT_BYTES // WARPGROUPS
+        chip, nbytes = (
+            self._machine.chip,
+            ROWS * self._shape.config.part_dv * ELEMENT_BYTES // WARPGROUPS,
+        )
         use = {"smem": nbytes / chip.smem_bytes}
         store = Work("TMA store", nbytes / chip.fill_bytes, use)
         self._lane.issue(store.label, _nothing, work=store)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from flash4.common.fragments import GROUP_NUMBERS
+from flash4.common.fragments import GROUP_NUMBERS, dq_place
 from flash4.common.graph import WARP
 from flash4.sim.cluster import arrive_at
 from flash4.sim.machine import Machine
@@ -129,3 +129,22 @@ def panels_of(pieces, count: int) -> np.ndarray:
         mine = [pieces[(p * 2 + w) * WARPS + warp] for p in range(count) for w in (0, 1)]
         rows.append(np.concatenate(mine, 1))
     return np.concatenate(rows)
+
+
+def dq_of_sums(call) -> np.ndarray:
+    """What a machine's CTAs have added to dQ, (entries, heads, rows of all slots, padded head dim), as the next kernel reads it."""
+    c = call.config
+    dq = np.zeros((*call.lse.shape, c.tile_d), np.float32)
+    for (entry, head, slot, rank, part, warp), total in call.sums.items():
+        shape = total.values.shape  # groups of columns of a lane, lanes of the warp, 4
+        group, lane, number = np.meshgrid(*(np.arange(n) for n in shape), indexing="ij")
+        # Place in the block, in float32 numbers, and from it what a thread of the next kernel makes of it.
+        flat = (rank * c.dq_steps + part) * c.dq_floats
+        flat = flat + ((group * WARPS + warp) * shape[1] + lane) * GROUP_NUMBERS + number
+        half = c.tile_m * c.tile_d // 2
+        which, rest = np.divmod(flat, half)
+        its_group, rest = np.divmod(rest, ROWS * GROUP_NUMBERS)
+        thread, its_number = np.divmod(rest, GROUP_NUMBERS)
+        row, column = dq_place(c, which, thread, its_group, its_number)
+        dq[entry, head, slot * c.tile_m + row, column] += total.values
+    return dq

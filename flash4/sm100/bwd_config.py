@@ -251,7 +251,12 @@ class BackwardConfig(BackwardLaunch):
             Ring("q", mma, self.q_stages, self.q_bytes, freed_by=UMMA),
             Ring("do", mma, 1, self.do_bytes, freed_by=UMMA),
             Ring(
-                "stat", compute, STAT_STAGES, self.stat_bytes, covered_by=("q empty", "ds"), shared=False
+                "stat",
+                compute,
+                STAT_STAGES,
+                self.stat_bytes,
+                covered_by=("q empty", "ds"),
+                shared=False,
             ),
         )
 

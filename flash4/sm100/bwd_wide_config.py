@@ -1,6 +1,6 @@
 """Configuration of the Blackwell backward for head dims above 128; see ``bwd_config``. DSL-free."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flash4.sm100.bwd_config import (
     EXPONENTIALS,
@@ -84,14 +84,16 @@ class WideTmemMap(TmemMap):
 
 @dataclass(frozen=True)
 class WideBackwardConfig(BackwardConfig):
-    """Compile-time facts of one wide Blackwell backward kernel: those of ``BackwardConfig``, and one more.
+    """Compile-time facts of one wide Blackwell backward kernel: those of ``BackwardConfig``, and two more.
 
     Attributes:
         splits: CTAs that each have so many of the columns of a tile's dQ, dK and dV: where tensor memory does not hold them
             all. Each multiplies all of S and dP, and none waits for the other.
+        q_stages: slots of Q. With one, dQ has columns of its own in tensor memory.
     """
 
     splits: int = 1
+    q_stages: int = Q_STAGES
 
     dq_lanes = 0
     dq_turned = True  # sums of dQ lie as lanes of tensor memory have dQ^T
@@ -116,6 +118,11 @@ class WideBackwardConfig(BackwardConfig):
                 f"{self.tmem.columns} columns of tensor memory for head dims {self.tile_d, self.tile_dv} in {self.splits} parts; "
                 f"there are {TMEM_COLUMNS}"
             )
+        if self.q_stages not in (1, 2) or self.q_stages == 1 and self.tmem.shares:
+            raise ValueError(
+                f"q_stages is {self.q_stages} with head dims {self.tile_d, self.tile_dv} in {self.splits} parts: 2, or 1 where "
+                "dQ does not lie over dP"
+            )
         if self.causal and self.right:
             raise ValueError("causal and right exclude each other: causal is a right side of 0")
 
@@ -128,11 +135,6 @@ class WideBackwardConfig(BackwardConfig):
     def tmem(self) -> WideTmemMap:
         """Map of tensor memory."""
         return WideTmemMap(self.part_d, self.part_dv, 1)
-
-    @property
-    def q_stages(self) -> int:
-        """Slots of Q: one where shared memory has no room for more."""
-        return 1 if min(self.tile_d, self.tile_dv) == MAX_HEAD_DIM else Q_STAGES
 
     @property
     def panels(self) -> int:
@@ -201,7 +203,7 @@ def can_implement(problem) -> str | None:
     """Why this kernel cannot run the backward of a problem, or None if it can."""
     for name, instead in UNBUILT.items():
         if getattr(problem, name):
-            return f"gradients with {name} are not built for head dims above 128; {instead}"
+            return f"gradients with {name} are not built yet for head dims above 128; {instead}"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size > MAX_HEAD_DIM:
             return f"takes {name} up to {MAX_HEAD_DIM}, not {size}"
@@ -238,6 +240,7 @@ def choose_config(problem) -> tuple[WideBackwardConfig, tuple[str, ...]]:
         used_k=problem.used_k,
         splits=splits,
     )
+    config = config if config.fits else replace(config, q_stages=1)
     if splits == 1:
         shared = f"one CTA for each tile: dK and dV take {tile_d + tile_dv} of {TMEM_COLUMNS} columns of tensor memory, which leaves room for 64 queries"
     else:
