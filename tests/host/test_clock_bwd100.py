@@ -8,6 +8,9 @@ from flash4.sim.chips import B200
 from flash4.sim.sm100_bwd_clock import Shape, Tiles, costs_of, time_tiles
 from flash4.sim.sm100_bwd_published import SEQLENS, SPEEDS, model
 from flash4.sm100.bwd_config import BackwardConfig
+from flash4.sm100.bwd_roles import BackwardRoles
+from flash4.sm100.bwd_wide_config import WideBackwardConfig
+from flash4.sm100.bwd_wide_roles import OneSlotRoles
 
 
 @pytest.mark.parametrize("call", SPEEDS)
@@ -20,6 +23,22 @@ def test_published_speeds(call):
 def test_our_schedule_is_ahead(causal):
     theirs, ours = (model(SEQLENS[0], (2, causal), which, B200) for which in (True, False))
     assert ours >= 1.08 * theirs
+
+
+WIDE = {
+    (192, 128): (WideBackwardConfig(True, 192, 128, False), BackwardRoles, 1.16),
+    (256, 256): (
+        WideBackwardConfig(True, 256, 256, False, splits=2, q_stages=1), OneSlotRoles, 1.4,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dims", WIDE)
+def test_wide_steps_are_near_their_bound(dims):
+    """Shared memory's, without loads. A CTA's step, of which all CTAs of a tile have one."""
+    config, roles, most = WIDE[dims]
+    bound = config.bounds()["shared memory"] / config.splits
+    assert bound <= costs_of(Shape(config, roles), B200).step <= most * bound
 
 
 @pytest.mark.parametrize("ctas", [1, 2])
