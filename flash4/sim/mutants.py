@@ -287,13 +287,13 @@ SM100_BACKWARD_PROBLEMS = (
     ),
 )
 
-# One slot of Q: several steps and one, several tiles and one of a CTA; turns.
-SM100_ONE_SLOT = {"bf16": True, "tile_d": 128, "tile_dv": 64, "q_stages": 1}
+# V in tensor memory: several steps and one, several tiles and one of a CTA; turns.
+SM100_KEPT = {"bf16": True, "tile_d": 256, "tile_dv": 128, "splits": 2}
 SM100_WIDE_BACKWARD_PROBLEMS = (
-    BackwardProblem(WideBackwardConfigSm100(causal=False, **SM100_ONE_SLOT), 200, 200),
-    BackwardProblem(WideBackwardConfigSm100(causal=False, **SM100_ONE_SLOT), 60, 300),
+    BackwardProblem(WideBackwardConfigSm100(causal=False, **SM100_KEPT), 200, 200),
+    BackwardProblem(WideBackwardConfigSm100(causal=False, **SM100_KEPT), 60, 300),
     BackwardProblem(
-        WideBackwardConfigSm100(causal=True, ordered=True, **SM100_ONE_SLOT), 150, 300, 1, 2
+        WideBackwardConfigSm100(causal=True, ordered=True, **SM100_KEPT), 150, 300, 1, 2
     ),
 )
 
@@ -563,13 +563,13 @@ def sm100_bwd_mutants() -> list[Mutant]:
 
 
 def sm100_bwd_wide_mutants() -> list[Mutant]:
-    """Those of the wide one's roles with one slot of Q."""
+    """Those of the wide one's roles that keep V in tensor memory."""
     source, path = inspect.getsource(bwd_wide_roles_sm100), bwd_wide_roles_sm100.__file__
 
     def vary(roles):
-        return sm100_bwd_wide.WideVariation(one_slot=roles)
+        return sm100_bwd_wide.WideVariation(kept=roles)
 
-    return list(mutants_of_source(source, path, "OneSlotRoles", vary))
+    return list(mutants_of_source(source, path, "KeptRoles", vary))
 
 
 def sm90_bwd_mutants() -> list[Mutant]:

@@ -640,7 +640,8 @@ def backward_machines(
 class Kernel:
     """Memory, edges and roles of one CTA, or of a pair, by the config's graph."""
 
-    mma_ops, reduce_ops, vary = MmaOps, ReduceOps, Variation
+    load_ops, mma_ops, compute_ops, reduce_ops = LoadOps, MmaOps, ComputeOps, ReduceOps
+    vary = Variation
 
     def __init__(self, machine: Machine, call: Call, variation: Variation, name: str):
         self.machine, self.call, self.variation = machine, call, variation
@@ -683,12 +684,6 @@ class Kernel:
         core = self.core if role == spec.raiser.name and spec.kind == UMMA else None
         return self.signals[name].end(cta, core=core, lag=late)
 
-    @property
-    def issuers(self) -> type:
-        """Class with the roles ``load`` and ``mma``."""
-        pair = self.call.config.ctas > 1
-        return self.variation.pair_roles if pair else self.variation.roles
-
     def spawn(self):
         """Add the roles' tasks; tensor memory is there from the start, and reduce frees it."""
         held = [tmem.allocate(TMEM_COLUMNS) for tmem in self.tmems]
@@ -709,7 +704,8 @@ class Kernel:
             self.call.config,
             self.call.config.ctas > 1,
         )
-        own, roles = self.variation.roles, self.issuers
+        own, of_pair = self.own_roles, self.variation.pair_roles
+        roles = of_pair if pair else own
         memory, tmem = self.memories[rank], self.tmems[rank]
 
         def start(name, role, owner, ops, ends):
@@ -722,7 +718,7 @@ class Kernel:
 
         rings = {name: Producer(ring, rank, cta) for name, ring in self.rings.items()}
         heard = signals("load", "s", "dp") if pair else {}
-        start("load", roles.load, roles, LoadOps(call, memory, rank), rings | heard)
+        start("load", roles.load, roles, self.load_ops(call, memory, rank), rings | heard)
         if rank == 0:
             start(
                 "mma",
@@ -756,12 +752,22 @@ class Kernel:
                 "k_free": k_free,
                 "meeting": meetings[0],
             }
-            ops = ComputeOps(machine, call, (rank, warp), memory, tmem)
+            ends |= self._more_ends(cta)
+            ops = self.compute_ops(machine, call, (rank, warp), memory, tmem)
             start(f"compute{warp}", own.compute, own, ops, ends)
         for warp in range(WARPS):
             ends = signals("reduce", "dq", "r") | {"meeting": meetings[1]}
             ops = self.reduce_ops(machine, call, (rank + call.split, warp), memory, tmem)
             start(f"reduce{warp}", own.reduce, own, ops, ends)
+
+    @property
+    def own_roles(self) -> type:
+        """Class with the roles of one CTA."""
+        return self.variation.roles
+
+    def _more_ends(self, cta):
+        """Ends of ``compute`` that other kernels do not have."""
+        return {}
 
     def _mma_ends(self, cta):
         """Ends of ``mma``."""

@@ -31,7 +31,7 @@ class Memory:
         """K, V, Q, dO, or in a pair K^T (256 keys, half of the head dims), Q^T and dO^T (queries, the same)."""
         c = self._config
         shapes = {
-            "k": (ROWS, c.tile_d), "v": (ROWS, c.tile_dv),
+            "k": (ROWS, c.tile_d), "v": (ROWS, c.part_dv),
             "q": (c.tile_m // c.ctas, c.tile_d), "do": (c.tile_m // c.ctas, c.tile_dv),
             "kt": (c.tile_n, c.tile_d // 2), "qt": (c.tile_m, c.tile_d // 2),
             "dot": (c.tile_m, c.tile_dv // 2),

@@ -100,7 +100,7 @@ class Memory:
 class BackwardSm100:
     """One Blackwell backward kernel; see the module docstring for its pipeline."""
 
-    mma_ops, reduce_ops = MmaOps, ReduceOps
+    load_ops, mma_ops, compute_ops, reduce_ops = LoadOps, MmaOps, ComputeOps, ReduceOps
 
     def __init__(self, config: BackwardConfig):
         self.config = config
@@ -110,7 +110,6 @@ class BackwardSm100:
                 f"{config} needs {self.graph.smem_bytes} bytes of shared memory, one CTA has {SMEM_LIMIT}"
             )
         self.roles = BackwardRoles()
-        self.issuers = self.roles  # whose load and mma one CTA runs
         self.pair_roles = PairRoles()
         self.team = config.ctas * config.splits  # CTAs of a tile
 
@@ -202,9 +201,10 @@ class BackwardSm100:
 
         rows, columns = [1, 3, 2, 0], [3, 1, 2, 0]
         s_d, s_dv = (c.tile_n, c.tile_m, c.tile_d), (c.tile_n, c.tile_m, c.tile_dv)
+        s_v = (c.tile_n, c.tile_m, c.part_dv)
         found = {
             "k": operand(make_a, k, rows, "k", s_d, mma_s),
-            "v": operand(make_a, v, rows, "v", s_dv, mma_s),
+            "v": operand(make_a, v, rows, "v", s_v, mma_s),
             "q": operand(make_b, q, rows, "q", s_d, mma_s),
             "do": operand(make_b, do, rows, "do", s_dv, mma_s),
             "dk": result(dk, "dk", c.part_d),
@@ -380,12 +380,16 @@ class BackwardSm100:
             freed = Raise(memory.empty[name], UMMA, self.config.ctas)
         return kind(ring, memory.full[name], freed)
 
+    def _more_ends(self, memory, role):
+        """Ends of a role that other kernels do not have."""
+        return {}
+
     def _run_load(self, memory, tiles, operands, run_time):
         c, rank = self.config, self._rank()
         every = ("k", "v", "q", "do", "kt", "qt", "dot")
         names = [name for name in every if getattr(operands, name) is not None]
         layout = cute.make_layout((c.tile_m, 2, STAT_STAGES))
-        ops = LoadOps(
+        ops = self.load_ops(
             c, tiles, operands, run_time.entry_rows, run_time.lse, run_time.delta, rank,
             self._smem(memory, names), self._floats(memory, "stat", layout),
         )  # fmt: skip
@@ -397,7 +401,7 @@ class BackwardSm100:
             ends |= {name: self._wait(memory, name, "load") for name in ("s", "dp")}
             self.pair_roles.load(ops, tiles, LoadEnds(**ends))
         else:
-            self.issuers.load(ops, tiles, LoadEnds(**ends))
+            self.roles.load(ops, tiles, LoadEnds(**ends))
 
     def _run_mma(self, memory, tiles):
         c = self.config
@@ -412,11 +416,12 @@ class BackwardSm100:
         waits = {name: self._wait(memory, name, "mma") for name in heard}
         rings = ("k", "v", "kt", "a", "b") if c.ctas > 1 else ("k", "v", "q", "do")
         ends = posts | waits | {name: self._ring(memory, name) for name in rings}
+        ends |= self._more_ends(memory, "mma")
         if c.ctas > 1:
             self._lead(ops, tiles, MmaEnds(**ends))
         else:
             ends |= {"qt": self._ring(memory, "q", Cursor), "dot": self._ring(memory, "do", Cursor)}
-            self.issuers.mma(ops, tiles, MmaEnds(**ends))
+            self.roles.mma(ops, tiles, MmaEnds(**ends))
 
     @cute.jit
     def _lead(self, ops, tiles, ends):
@@ -445,7 +450,7 @@ class BackwardSm100:
         lanes = Lanes(memory.tmem.retrieve_ptr(Float32), thread % WARPGROUP)
         statistics = cute.make_layout((VECTOR, c.tile_m // VECTOR, 2, STAT_STAGES))
         results = self._smem(memory, ("dk", "dv"))
-        ops = ComputeOps(
+        ops = self.compute_ops(
             config=c,
             tmem=self.graph.tmem,
             tiles=tiles,
@@ -473,6 +478,7 @@ class BackwardSm100:
             "k_free": Raise(memory.empty["k"], THREADS, 1),
             "meeting": Meeting(BARRIER_COMPUTE, threads),
         }
+        ends |= self._more_ends(memory, "compute")
         self.roles.compute(ops, tiles, ComputeEnds(**ends))
         cute.arch.barrier_arrive(barrier_id=BARRIER_FREE, number_of_threads=threads + WARPGROUP)
 

@@ -30,7 +30,8 @@ def cta_group(c: BackwardConfig):
     return tcgen05.CtaGroup.TWO if c.ctas > 1 else tcgen05.CtaGroup.ONE
 
 
-def _make_mma(c, majors, shape, source=tcgen05.OperandSource.SMEM):
+def make_mma(c, majors, shape, source=tcgen05.OperandSource.SMEM):
+    """Tiled MMA of a config's elements, with float32 accumulators."""
     return blackwell.make_trivial_tiled_mma(
         element(c), element(c), *majors, Float32, cta_group(c), shape, source
     )
@@ -38,24 +39,24 @@ def _make_mma(c, majors, shape, source=tcgen05.OperandSource.SMEM):
 
 def make_mma_s(c: BackwardConfig):
     """Tiled MMA of S^T = K Q^T and dP^T = V dO^T. Made where it is used, as all: then its descriptor is a literal."""
-    return _make_mma(c, (K_MAJOR, K_MAJOR), (ROWS * c.ctas, c.tile_m))
+    return make_mma(c, (K_MAJOR, K_MAJOR), (ROWS * c.ctas, c.tile_m))
 
 
 def make_mma_dv(c: BackwardConfig):
     """Tiled MMA of dV += P^T dO, P from tensor memory."""
     shape = (ROWS * c.ctas, c.part_dv)
-    return _make_mma(c, (K_MAJOR, MN_MAJOR), shape, tcgen05.OperandSource.TMEM)
+    return make_mma(c, (K_MAJOR, MN_MAJOR), shape, tcgen05.OperandSource.TMEM)
 
 
 def make_mma_dk(c: BackwardConfig):
     """Tiled MMA of dK += dS^T Q: dS from shared memory, in a pair from tensor memory."""
     source = tcgen05.OperandSource.SMEM if c.ctas == 1 else tcgen05.OperandSource.TMEM
-    return _make_mma(c, (K_MAJOR, MN_MAJOR), (ROWS * c.ctas, c.part_d), source)
+    return make_mma(c, (K_MAJOR, MN_MAJOR), (ROWS * c.ctas, c.part_d), source)
 
 
 def make_mma_dq(c: BackwardConfig):
     """Tiled MMA of dQ = dS K: 128 rows in a pair too."""
-    return _make_mma(c, (MN_MAJOR, MN_MAJOR), (TILE_M, c.tile_d))
+    return make_mma(c, (MN_MAJOR, MN_MAJOR), (TILE_M, c.tile_d))
 
 
 def smem_layouts(c: BackwardConfig, stages: int | None = None) -> dict:
@@ -71,7 +72,7 @@ def smem_layouts(c: BackwardConfig, stages: int | None = None) -> dict:
     a, b = blackwell.make_smem_layout_a, blackwell.make_smem_layout_b
     found = {
         "k": a(s, (rows, queries, c.tile_d), dtype, one),
-        "v": a(s, (rows, queries, c.tile_dv), dtype, one),
+        "v": a(s, (rows, queries, c.part_dv), dtype, one),
         "q": b(s, (rows, queries, c.tile_d), dtype, of_q),
         "do": b(s, (rows, queries, c.tile_dv), dtype, one),
         "qt": b(dk, (rows, c.part_d, queries), dtype, of_q),
@@ -107,7 +108,7 @@ def dq_layouts(c: BackwardConfig, dtype, stages: int) -> dict:
 
 def make_mma_dq_turned(c: BackwardConfig, rows: int):
     """Tiled MMA of dQ^T = K^T dS^T, of 128 or 64 head dims."""
-    return _make_mma(c, (MN_MAJOR, MN_MAJOR), (rows, c.tile_m))
+    return make_mma(c, (MN_MAJOR, MN_MAJOR), (rows, c.tile_m))
 
 
 def turned_layouts(c: BackwardConfig, dtype, stages: int) -> dict:
@@ -192,7 +193,7 @@ class LoadOps:
         """The same of values."""
         self._load_keys("v", self.config.tile_dv, tile, slot)
 
-    def _load_keys(self, name, width, tile, slot):
+    def _load_keys(self, name, width, tile, slot, column=0):
         c, operand, where = self.config, getattr(self.operands, name), self.tiles.where(tile)
         if c.ragged_k:
             begin = where.row_k if c.cu_k else where.entry_k * self.entry_rows[name]
@@ -200,7 +201,7 @@ class LoadOps:
             mX = ragged_rows(operand.tensor, tile.head_kv, begin, rows)
         else:
             mX = operand.tensor[None, None, tile.head_kv, where.entry_k]
-        gX = cute.local_tile(mX, (c.tile_n, width), (tile.n_block, 0))
+        gX = cute.local_tile(mX, (c.tile_n, width), (tile.n_block, column))
         part = make_mma_s(c).get_slice(self.rank).partition_A(gX)
         self._load(name, operand, part, slot)
 
@@ -308,26 +309,31 @@ class MmaOps:
         column = self.tmem.dv()
         mma = make_mma_dv(self.config)
         acc = self._accumulator(mma, (self.config.tile_n, self.config.part_dv), column)
-        self._from_tmem(mma, acc, self.tmem.s(), "dot", slot, accumulate)
+        self._from_tmem(mma, acc, self._slices(self.tmem.s()), "dot", slot, accumulate)
 
     def dk(self, slot, accumulate):
         """Issue dK (+)= dS^T Q; of one CTA from the dS that dQ reads, as an operand of the other major."""
         c, mma = self.config, make_mma_dk(self.config)
         acc = self._accumulator(mma, (c.tile_n, c.part_d), self.tmem.dk())
         if c.ctas > 1:
-            self._from_tmem(mma, acc, self.tmem.dp(), "qt", slot, accumulate)
+            self._from_tmem(mma, acc, self._slices(self.tmem.dp()), "qt", slot, accumulate)
             return
         a = mma.make_fragment_A(self.smem["dst"])[None, None, None, slot.at >> 8]
         b = mma.make_fragment_B(self.smem["qt"])[None, None, None, slot.at]
         self._multiply(mma, acc, a, b, accumulate)
 
-    def _from_tmem(self, mma, acc, column, name, slot, accumulate):
-        """A in tensor memory, each slice of 16 queries at its own place."""
+    def _slices(self, column):
+        """Columns of slices of 16 queries of P or dS."""
+        slices = range(self.config.tile_m // SLICE)
+        return [column + self.tmem.slice_of(k) for k in slices]
+
+    def _from_tmem(self, mma, acc, columns, name, slot, accumulate):
+        """A in tensor memory, each slice of 16 columns of it at its own place."""
         shaped = mma.make_fragment_A(cute.make_tensor(self.pointer, self.p_layout))
         layout = shaped[None, None, 0, 0].layout
         b = mma.make_fragment_B(self.smem[name])[None, None, None, slot.at]
-        for k in range(self.config.tile_m // SLICE):
-            at = self.pointer + (column + self.tmem.slice_of(k))
+        for k, column in enumerate(columns):
+            at = self.pointer + column
             a = cute.make_tensor(cute.recast_ptr(at, dtype=element(self.config)), layout)
             mma.set(tcgen05.Field.ACCUMULATE, True if k else accumulate)
             cute.gemm(mma, acc, a, b[None, None, k], acc)

@@ -1,20 +1,19 @@
 """Configuration of the Blackwell backward for head dims above 128; see ``bwd_config``. DSL-free."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flash4.sm100.bwd_config import (
     EXPONENTIALS,
     FLOAT_BYTES,
     MMA_FLOPS,
     PANEL,
-    Q_STAGES,
     REGISTERS,
     SMEM_CYCLES,
     BackwardConfig,
 )
-from flash4.sm100.bwd_graph import CHUNK, ROWS, TmemMap
-from flash4.sm100.fwd_config import COLUMN_STEP, ELEMENT_BYTES, SMEM_LIMIT
-from flash4.sm100.fwd_graph import TMEM_COLUMNS
+from flash4.sm100.bwd_graph import CHUNK, ROWS, Ring, Signal, TmemMap
+from flash4.sm100.fwd_config import COLUMN_STEP, ELEMENT_BYTES
+from flash4.sm100.fwd_graph import THREADS, TMEM_COLUMNS
 
 MAX_HEAD_DIM = 256
 PIECE_NUMBERS = 2048  # of dQ that leave at a time
@@ -32,7 +31,12 @@ class WideTmemMap(TmemMap):
 
     dQ lies transposed, head dims in lanes: 128 of them and all queries are 64 columns. It has columns of its own where
     there are so many, else it begins over dP.
+
+    Attributes:
+        v_columns: of V, two values each, where it is kept here.
     """
+
+    v_columns: int = 0
 
     def dp(self) -> int:
         """First column of dP."""
@@ -46,7 +50,8 @@ class WideTmemMap(TmemMap):
     @property
     def shares(self) -> bool:
         """Whether dQ begins over dP."""
-        return 2 * PANEL + self.dq_columns + self.tile_d + self.tile_dv > TMEM_COLUMNS
+        kept = self.tile_d + self.tile_dv + self.v_columns
+        return 2 * PANEL + self.dq_columns + kept > TMEM_COLUMNS
 
     def dq(self) -> int:
         """First column of dQ."""
@@ -60,10 +65,14 @@ class WideTmemMap(TmemMap):
         """First column of dK."""
         return self.dv() + self.tile_dv
 
+    def v(self) -> int:
+        """First column of V."""
+        return self.dk() + self.tile_d
+
     @property
     def columns(self) -> int:
         """Columns of all."""
-        return self.dk() + self.tile_d
+        return self.v() + self.v_columns
 
     def ranges(self) -> dict[str, tuple[int, int]]:
         """Name -> (first column, columns)."""
@@ -74,6 +83,7 @@ class WideTmemMap(TmemMap):
             "dq": (self.dq(), self.dq_columns),
             "dv": (self.dv(), self.tile_dv),
             "dk": (self.dk(), self.tile_d),
+            **({"v": (self.v(), self.v_columns)} if self.v_columns else {}),
         }
 
     @property
@@ -84,16 +94,14 @@ class WideTmemMap(TmemMap):
 
 @dataclass(frozen=True)
 class WideBackwardConfig(BackwardConfig):
-    """Compile-time facts of one wide Blackwell backward kernel: those of ``BackwardConfig``, and two more.
+    """Compile-time facts of one wide Blackwell backward kernel: those of ``BackwardConfig``, and one more.
 
     Attributes:
         splits: CTAs that each have so many of the columns of a tile's dQ, dK and dV: where tensor memory does not hold them
-            all. Each multiplies all of S and dP, and none waits for the other.
-        q_stages: slots of Q. With one, dQ has columns of its own in tensor memory.
+            all. Each multiplies all of S and dP, and none waits for the other. With two, V is kept in tensor memory.
     """
 
     splits: int = 1
-    q_stages: int = Q_STAGES
 
     dq_lanes = 0
     dq_turned = True  # sums of dQ lie as lanes of tensor memory have dQ^T
@@ -118,11 +126,6 @@ class WideBackwardConfig(BackwardConfig):
                 f"{self.tmem.columns} columns of tensor memory for head dims {self.tile_d, self.tile_dv} in {self.splits} parts; "
                 f"there are {TMEM_COLUMNS}"
             )
-        if self.q_stages not in (1, 2) or self.q_stages == 1 and self.tmem.shares:
-            raise ValueError(
-                f"q_stages is {self.q_stages} with head dims {self.tile_d, self.tile_dv} in {self.splits} parts: 2, or 1 where "
-                "dQ does not lie over dP"
-            )
         if self.causal and self.right:
             raise ValueError("causal and right exclude each other: causal is a right side of 0")
 
@@ -134,7 +137,17 @@ class WideBackwardConfig(BackwardConfig):
     @property
     def tmem(self) -> WideTmemMap:
         """Map of tensor memory."""
-        return WideTmemMap(self.part_d, self.part_dv, 1)
+        return WideTmemMap(self.part_d, self.part_dv, 1, self.tile_dv // 2 if self.keeps_v else 0)
+
+    @property
+    def keeps_v(self) -> bool:
+        """Whether V is kept in tensor memory: it comes by halves through a buffer, which dV leaves through."""
+        return self.splits > 1
+
+    @property
+    def v_bytes(self) -> int:
+        """Bytes of a CTA's values, or of the part of their columns that comes at a time."""
+        return ROWS * self.part_dv * ELEMENT_BYTES
 
     @property
     def panels(self) -> int:
@@ -177,6 +190,22 @@ class WideBackwardConfig(BackwardConfig):
         """Queries of a piece, where all lanes have some of it."""
         return PIECE_NUMBERS // ROWS
 
+    def _rings(self, roles) -> tuple[Ring, ...]:
+        """Of one CTA; V that is kept is read by ``compute``."""
+        rings = super()._rings(roles)
+        if not self.keeps_v:
+            return rings
+        compute = roles["compute"]
+        v = Ring("v", compute, 1, self.v_bytes, freed_by=compute)
+        return tuple(v if ring.name == "v" else ring for ring in rings)
+
+    def _signals(self, **roles) -> tuple[Signal, ...]:
+        """Of one CTA; ``vt`` tells that V is in tensor memory."""
+        signals = super()._signals(**roles)
+        if not self.keeps_v:
+            return signals
+        return (*signals, Signal("vt", roles["compute"], (roles["mma"],), THREADS, ("dk",)))
+
     @property
     def _registers(self) -> tuple[int, int, int]:
         """Of reduce, compute and the others; a thread of compute has 32 queries of a step: features need no more."""
@@ -188,6 +217,8 @@ class WideBackwardConfig(BackwardConfig):
         products = 2 * ROWS * m * (self.tile_d + self.tile_dv + d + dv)
         products += 2 * ROWS * m * ROWS * len(self.dq_accumulators)  # 64 rows take as long as 128
         s = (ROWS + m) * (self.tile_d + self.tile_dv)  # keys, and queries
+        if self.keeps_v:
+            s -= ROWS * self.tile_dv
         sums = m * dv + m * d + ROWS * m  # B of dV and dK; dS as A of dK
         dq = ROWS * d + ROWS * m * len(self.dq_accumulators)
         elements = s + sums + dq + ROWS * m
@@ -240,7 +271,6 @@ def choose_config(problem) -> tuple[WideBackwardConfig, tuple[str, ...]]:
         used_k=problem.used_k,
         splits=splits,
     )
-    config = config if config.fits else replace(config, q_stages=1)
     if splits == 1:
         shared = f"one CTA for each tile: dK and dV take {tile_d + tile_dv} of {TMEM_COLUMNS} columns of tensor memory, which leaves room for 64 queries"
     else:
@@ -250,9 +280,9 @@ def choose_config(problem) -> tuple[WideBackwardConfig, tuple[str, ...]]:
         )
     cycles = ", ".join(f"{unit} {n}" for unit, n in config.bounds().items())
     reasons = [shared, f"cycles of a step of 64 queries at least, of all its CTAs: {cycles}"]
-    if config.q_stages == 1:
+    if config.keeps_v:
         reasons.append(
-            f"one slot of Q beside K, V and dO in {SMEM_LIMIT} bytes of shared memory: dK comes before dQ, and frees it"
+            "V is kept in tensor memory, where dP reads it: two slots of Q have room in shared memory, whose traffic is the limit"
         )
     if config.ordered:
         reasons.append(
