@@ -16,7 +16,7 @@ from flash4.sim.clock import ClockedMachine, Work
 from flash4.sim.cluster import lane_called
 from flash4.sim.memory import Region, Space
 from flash4.sim.signals import Edges, Signal, SignalSpec, TmaRing, TmaRingSpec
-from flash4.sim.sm100_bwd_memory import Cursor, Free, Nothing, Producer
+from flash4.sim.sm100_bwd_memory import Cursor, Free, Nothing, Producer, Told
 from flash4.sim.sm100_fwd_clock import LOAD, TILE, Commits, _Remote, work
 from flash4.sm100.bwd_config import BackwardConfig
 from flash4.sm100.bwd_graph import LEADER, ROWS, SLICE, UMMA
@@ -91,6 +91,10 @@ class LoadOps:
         """Values."""
         self._load(slot, self.v_bytes, "V")
 
+    def load_half_v(self, tile, half, slot):
+        """Values, half of the columns."""
+        self._load(slot, self.v_bytes, "V")
+
     def load_kt(self, tile, slot):
         """Keys, the other way."""
         self._load(slot, self.k_bytes, "K^T")
@@ -138,7 +142,11 @@ class MmaOps:
 
     def dp(self, slot):
         """dP^T = V dO^T."""
-        self._scores("dP", self._config.tile_dv)
+        c = self._config
+        if c.keeps_v:
+            self._issue("dP", c.tile_m, c.tile_dv, c.tile_m * c.tile_dv)
+        else:
+            self._scores("dP", c.tile_dv)
 
     def _scores(self, label, depth):
         queries = self._config.tile_m
@@ -198,6 +206,13 @@ class ComputeOps:
         self._store_ds = Work("store dS", cycles + wait, use)
         self._has_dst = c.ctas == 2 or shape.keeps_dst
         self._lane = lane_called(machine, "stores of dK and dV", ordered=True)
+
+    def keep_v(self, half):
+        """Half of V to tensor memory."""
+        chip, words = self._machine.chip, self._shape.config.part_dv / 4
+        stall = 2 * chip.tmem_latency
+        use = work(chip, "keep V", tmem=words, other=words + 20, stall=stall)
+        self._machine.spend(use)
 
     def phases(self, tile):
         """All steps."""
@@ -400,6 +415,10 @@ class _Kernel:
                 stat=self.rings["stat"].consumer(),
                 k_free=Free(self.rings["k"].empty[0][0]), meeting=meeting,
             )  # fmt: skip
+            if config.keeps_v:
+                ring = self.rings["v"]
+                ends.v, ends.v_free = ring.consumer(), Free(ring.empty[0][0])
+                ends.vt = self._end("compute", "vt")
             ops = ComputeOps(machine, shape, meeting)
             start(f"compute{i}", shape.roles.compute, shape.roles, ops, ends)
         ends = self._ends("reduce", "dq", "r", meeting=Meeting(machine, 3, "reduce", 1, 1))
@@ -410,6 +429,8 @@ class _Kernel:
         names += ("early", "dst", "y") if self.pair else ("ds",)
         held = ("k", "v", "kt", "a", "b") if self.pair else ("k", "v", "q", "do")
         rings = {name: self.rings[name].consumer(core=self.core) for name in held}
+        if self.shape.config.keeps_v:
+            rings["v"] = Told(self._end("mma", "vt"))
         if not self.pair:
             rings["qt"], rings["dot"] = (Cursor(self.rings[n], self.core) for n in ("q", "do"))
         return self._ends("mma", *names, **rings)

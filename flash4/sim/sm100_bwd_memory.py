@@ -110,6 +110,13 @@ class Free:
         arrive_at(self._barrier)
 
 
+class Told:
+    """An end of a signal that tells of what other kernels have a ring for."""
+
+    def __init__(self, end):
+        self.wait_and_advance, self.advance_unwaited = end.wait, end.skip
+
+
 class Nothing:
     """An end that this kind of kernel does not need."""
 

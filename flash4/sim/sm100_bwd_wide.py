@@ -17,7 +17,7 @@ from flash4.sim.sm100_bwd import (
     Variation,
     simulate_backward,
 )
-from flash4.sim.sm100_bwd_memory import WARPS, Free, panels_of
+from flash4.sim.sm100_bwd_memory import WARPS, Free, Told, panels_of
 from flash4.sim.sm100_fwd import pack_16_bit, unpack_16_bit
 from flash4.sm100.bwd_config import DQ_STAGES, PANEL
 from flash4.sm100.bwd_graph import ROWS
@@ -126,13 +126,6 @@ class WideVariation(Variation):
     def roles_for(self, config: WideBackwardConfig) -> type | None:
         """Class that a config runs, or None if all that is changed is what it does not run."""
         return None if self.kept is not KeptRoles and not config.keeps_v else self.roles
-
-
-class Told:
-    """``mma``'s end of ``vt``, as one of a ring."""
-
-    def __init__(self, end):
-        self.wait_and_advance, self.advance_unwaited = end.wait, end.skip
 
 
 class WideKernel(Kernel):

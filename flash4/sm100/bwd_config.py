@@ -88,6 +88,7 @@ class BackwardConfig(BackwardLaunch):
     chained = True  # kernels are launched before the one before has ended
     negates = True  # statistics come as -LSE and -D, to be added
     splits = 1  # CTAs that each have some of the columns of a tile's dQ, dK and dV
+    keeps_v = False  # V stays in shared memory
 
     @property
     def tile_m(self) -> int:

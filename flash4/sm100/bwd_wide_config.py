@@ -17,6 +17,7 @@ from flash4.sm100.fwd_graph import THREADS, TMEM_COLUMNS
 
 MAX_HEAD_DIM = 256
 PIECE_NUMBERS = 2048  # of dQ that leave at a time
+FEW_REGISTERS = (128, 144, 96)  # where a thread of reduce holds 64 numbers
 
 # Features of a call whose gradients are not built here: field of the problem -> what to ask for instead.
 UNBUILT = {
@@ -209,7 +210,7 @@ class WideBackwardConfig(BackwardConfig):
     @property
     def _registers(self) -> tuple[int, int, int]:
         """Of reduce, compute and the others; a thread of compute has 32 queries of a step: features need no more."""
-        return REGISTERS
+        return REGISTERS if self.part_d > ROWS else FEW_REGISTERS
 
     def bounds(self) -> dict[str, int]:
         """As of ``BackwardConfig``, for the steps of all ``splits`` CTAs."""

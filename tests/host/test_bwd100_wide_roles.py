@@ -6,6 +6,7 @@ problems whose dQ is summed in a fixed order.
 
 import argparse
 import json
+import random
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -72,29 +73,28 @@ def test_numbers(dims):
 
 
 def test_dims_are_padded_as_memory_asks():
-    """(tile_d, tile_dv, CTAs that share the columns), and how many slots of Q."""
+    """(tile_d, tile_dv, CTAs that share the columns)."""
     expected = {
-        (192, 128): (192, 128, 1, 2), (256, 256): (256, 256, 2, 1), (160, 160): (256, 256, 2, 1),
-        (256, 128): (256, 128, 2, 2), (128, 256): (128, 256, 1, 2), (136, 8): (192, 64, 1, 2),
-        (256, 64): (256, 64, 1, 2), (8, 192): (128, 192, 1, 2),
+        (192, 128): (192, 128, 1), (256, 256): (256, 256, 2), (160, 160): (256, 256, 2),
+        (256, 128): (256, 128, 2), (128, 256): (128, 256, 1), (136, 8): (192, 64, 1),
+        (256, 64): (256, 64, 1), (8, 192): (128, 192, 1),
     }  # fmt: skip
     for dims in DIMS:
         config = config_for(*dims)
-        assert config.fits
-        assert (*padded_head_dims(*dims), config.q_stages) == expected[dims]
-        assert (config.tile_d, config.tile_dv, config.splits) == expected[dims][:3]
+        assert config.fits and padded_head_dims(*dims) == expected[dims]
+        assert (config.tile_d, config.tile_dv, config.splits) == expected[dims]
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [((256, 128, 1, 2), "576 columns of tensor memory"), ((192, 128, 2, 2), "it takes 256"),
-     ((64, 128, 1, 2), "multiples of 64 from 128 to 256"), ((192, 128, 1, 1), "where dQ does not lie over dP"),
-     ((128, 100, 1, 2), "tile_dv is 100"), ((256, 256, 3, 1), "supported are 1 and 2")],
+    [((256, 128, 1), "576 columns of tensor memory"), ((192, 128, 2), "it takes 256"),
+     ((64, 128, 1), "multiples of 64 from 128 to 256"), ((128, 100, 1), "tile_dv is 100"),
+     ((256, 256, 3), "supported are 1 and 2")],
 )  # fmt: skip
 def test_what_has_no_room_is_refused(fields, message):
-    tile_d, tile_dv, splits, q_stages = fields
+    tile_d, tile_dv, splits = fields
     with pytest.raises(ValueError, match=message):
-        WideBackwardConfig(True, tile_d, tile_dv, False, splits=splits, q_stages=q_stages)
+        WideBackwardConfig(True, tile_d, tile_dv, False, splits=splits)
     with pytest.raises(ValueError, match="pairs are not built"):
         WideBackwardConfig(True, 192, 128, False, ctas=2)
 
@@ -124,7 +124,7 @@ def cases(draw, ordered=None):
         "ordered": draw(st.sampled_from((False, False, True))) if ordered is None else ordered,
     }
     config = WideBackwardConfig(draw(st.booleans()), tile_d, tile_dv, causal, splits=splits)
-    config = replace(config, **features, q_stages=2 if config.fits else 1)
+    config = replace(config, **features)
     return Case(
         config,
         head_dim,
@@ -217,7 +217,7 @@ def test_random_sequences(problem, dims, seed):
     run_sequences(problem, seed, 1 + seed % 4, bool(seed % 2))
 
 
-ONE_SLOT = SM100_WIDE_BACKWARD_PROBLEMS[0]
+KEPT = SM100_WIDE_BACKWARD_PROBLEMS[0]
 
 
 def edges_of(config):
@@ -225,13 +225,13 @@ def edges_of(config):
     return [x.name for x in (*config.graph.signals, *config.graph.rings) if x.covered_by]
 
 
-@pytest.mark.parametrize("name", edges_of(ONE_SLOT.config))
+@pytest.mark.parametrize("name", edges_of(KEPT.config))
 def test_a_cover_is_not_a_matter_of_belief(name):
     """Each edge is freed by those that the graph names, and not by nothing."""
     variation = WideVariation(covers=((name, ()),))
-    (tensors,) = ONE_SLOT.tensors()
+    (tensors,) = KEPT.tensors()
     with pytest.raises(Hazard, match=f"{name}( full)? is said to be freed by"):
-        simulate_wide_backward(ONE_SLOT.config, tensors, 0.1, 1, variation=variation)
+        simulate_wide_backward(KEPT.config, tensors, 0.1, 1, variation=variation)
 
 
 MUTANTS = {mutant.name: mutant for mutant in sm100_bwd_wide_mutants()}
@@ -252,13 +252,14 @@ def test_the_kernel_itself_is_not_reported(jury):
     assert jury.verdict(Mutant("nothing", 0, False, WideVariation)) is None
 
 
-@pytest.mark.parametrize("name", sorted(HARMLESS))
+@pytest.mark.parametrize("name", random.Random(0).sample(sorted(HARMLESS), 4))
 def test_what_is_listed_as_harmless_is_not_reported(name, jury):
     assert jury.verdict(MUTANTS[name], seeds=1) is None
 
 
-@pytest.mark.parametrize("name", sorted(set(MUTANTS) - set(HARMLESS)))
-def test_all_others_are_reported(name, jury):
+@pytest.mark.parametrize("name", random.Random(0).sample(sorted(set(MUTANTS) - set(HARMLESS)), 16))
+def test_others_are_reported(name, jury):
+    """A sample; ``python -m flash4 mutants sm100-bwd-wide`` has all."""
     assert jury.verdict(MUTANTS[name])
 
 

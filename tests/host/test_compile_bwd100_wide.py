@@ -69,9 +69,9 @@ CONFIGS = {name: EVERY_KIND[name] for name in TESTED}
 
 
 def mmas(c: WideBackwardConfig) -> int:
-    """MMAs in the code: with two slots of Q of a tile's first step, of the loop and of the last step."""
+    """MMAs in the code: of a tile's first step, of the loop and of the last step."""
     d, dv, queries, keys = (n // SLICE for n in (c.tile_d, c.tile_dv, c.tile_m, c.tile_n))
-    return c.q_stages * (d + dv + queries + queries + keys * len(c.dq_accumulators))
+    return 2 * (d + dv + queries + queries + keys * len(c.dq_accumulators))
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from functools import cache
 
 import cutlass.cute as cute
 import pytest
+from cutlass import Float32
 
 from flash4.common.fragments import GROUP_NUMBERS, dq_place
 from flash4.passes.bwd_config import passes_of
@@ -15,7 +16,7 @@ from flash4.sm100 import bwd_ops
 from flash4.sm100.bwd_config import PANEL
 from flash4.sm100.bwd_graph import ROWS, SLICE
 from flash4.sm100.bwd_wide_config import PIECE_NUMBERS, WideBackwardConfig
-from flash4.sm100.bwd_wide_ops import PIECES
+from flash4.sm100.bwd_wide_ops import PIECES, make_mma_dp_kept
 from tests.host import umma_model as model
 from tests.host.test_layouts_bwd100 import Probe
 from tests.host.test_layouts_fwd100 import offset, slice_of
@@ -36,6 +37,18 @@ class WideProbe(Probe):
     def _mmas(self):
         parts = enumerate(self.config.dq_accumulators)
         return [(i, bwd_ops.make_mma_dq_turned(self.config, rows), rows) for i, (_, rows) in parts]
+
+    def note(self):
+        """The same, and dP where V is in tensor memory."""
+        super().note()
+        if self.config.keeps_v:
+            mma = make_mma_dp_kept(self.config)
+            tmem = cute.make_ptr(Float32, 0, cute.AddressSpace.tmem, assumed_align=16)
+            layout = bwd_ops.smem_layouts(self.config)["p"].outer
+            shaped = mma.make_fragment_A(cute.make_tensor(tmem, layout))
+            self._keep("slice of V", shaped[None, None, 0, 0].layout)
+            shape = mma.partition_shape_C((ROWS, PANEL))
+            self._keep(("dp", "accumulator"), mma.make_fragment_C(shape).layout)
 
     def fragments_of_dq(self):
         """Name of an operand of dQ^T -> what makes its fragment."""
@@ -63,7 +76,7 @@ def operands_of(c: WideBackwardConfig) -> dict:
 
     found = {
         "k": (ROWS, c.tile_d, 16, False),
-        "v": (ROWS, c.tile_dv, 16, False),
+        "v": (ROWS, c.part_dv, 16, False),
         "q": (PANEL, c.tile_d, 16, False),
         "do": (PANEL, c.tile_dv, 16, False),
         "qt": transposed(c.part_d, PANEL),
@@ -141,7 +154,7 @@ def test_wrong_descriptors_are_seen(operand, wrong):
 def test_parts_of_slots_are_as_far_apart_as_slots(name):
     """Of Q, whose columns dK reads: its own of each slot."""
     c, found = CONFIGS[name], traced(name)
-    assert found["qt"][1][3] * 2 == c.q_bytes or c.q_stages == 1
+    assert found["qt"][1][3] * 2 == c.q_bytes
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -160,6 +173,31 @@ def test_threads_load_what_mmas_write(name):
                 if rows < ROWS:
                     lane, there = model.accumulator_of_64(row, column)
                 assert at == lane << 16 | there
+
+
+KEPT = [name for name, c in CONFIGS.items() if c.keeps_v]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_v_in_tensor_memory_is_as_mmas_read_it(name):
+    """Every column of V once: where a warpgroup stores it, of which half; and where the slice that it belongs to is read."""
+    c, found = CONFIGS[name], traced(name)
+    width, seen = c.part_dv // 2, set()
+    for half in (0, 1):
+        for warpgroup in (0, 1):
+            for i in range(width):
+                column = half * c.part_dv + warpgroup * width + i
+                stored = c.tmem.v() + (2 * half + warpgroup) * (width // 2) + i // 2
+                slice_at, within = c.tmem.v() + SLICE // 2 * (column // SLICE), column % SLICE
+                _, there, in_word = model.operand_in_tensor_memory(0, within)
+                assert (stored, i % 2) == (slice_at + there, in_word)
+                assert offset(found["slice of V"], ((0, within), 0)) == 2 * there + in_word
+                seen.add(column)
+    assert seen == set(range(c.tile_dv))
+    for row in range(ROWS):
+        for column in range(PANEL):
+            at = offset(found["dp", "accumulator"], ((row, column), 0, 0))
+            assert at == row << 16 | column
 
 
 def staged(c, part: int, lane: int, group: int) -> tuple[int, int] | None:
