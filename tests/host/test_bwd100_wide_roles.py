@@ -99,6 +99,17 @@ def test_what_has_no_room_is_refused(fields, message):
         WideBackwardConfig(True, 192, 128, False, ctas=2)
 
 
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a", "sm_110a"])
+def test_who_gets_it(arch):
+    """Head dims above 128, and no others."""
+    for dims in ((192, 128), (64, 136), (128, 128), (64, 8)):
+        facts = AttentionProblem(torch.bfloat16, 2, 300, 300, 4, 2, *dims, True)
+        plan = plan_backward(facts, arch, 148)
+        assert plan.name == ("sm100-bwd-wide" if max(dims) > 128 else "sm100-bwd")
+        ((_, whole, _),) = plan.kernels
+        assert whole.passes[1].dq_turned == (max(dims) > 128)
+
+
 def test_mods_are_refused():
     facts = AttentionProblem(torch.bfloat16, 1, 64, 64, 1, 1, 256, 256, False, score_mod=1)
     assert "score_mod are not built yet for head dims above 128" in can_implement(facts)
