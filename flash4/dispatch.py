@@ -14,6 +14,7 @@ from flash4.sm90 import bwd_config as sm90_bwd
 from flash4.sm90 import bwd_wide_config as sm90_bwd_wide
 from flash4.sm90 import fwd_config as sm90_fwd
 from flash4.sm100 import bwd_config as sm100_bwd
+from flash4.sm100 import bwd_wide_config as sm100_bwd_wide
 from flash4.sm100 import fwd_config as sm100_fwd
 
 
@@ -44,6 +45,10 @@ BACKWARD_KERNELS = (
     ("sm100-bwd", "flash4.sm100.bwd:BackwardSm100", "sm_100a", sm100_bwd),
     ("sm100-bwd", "flash4.sm100.bwd:BackwardSm100", "sm_103a", sm100_bwd),
     ("sm100-bwd", "flash4.sm100.bwd:BackwardSm100", "sm_110a", sm100_bwd),
+    *(
+        ("sm100-bwd-wide", "flash4.sm100.bwd_wide:WideBackwardSm100", target, sm100_bwd_wide)
+        for target in ("sm_100a", "sm_103a", "sm_110a")
+    ),
     ("sm90-bwd", "flash4.sm90.bwd:BackwardSm90", "sm_90a", sm90_bwd),
     ("sm90-bwd-192", "flash4.sm90.bwd_192:Backward192Sm90", "sm_90a", sm90_bwd_192),
     ("sm90-bwd-wide", "flash4.sm90.bwd_wide:WideBackwardSm90", "sm_90a", sm90_bwd_wide),
@@ -347,7 +352,7 @@ def plan_backward(
         rejected=tuple(rejected),
     )
     steps = plan.query_blocks * problem.heads_q
-    if max((plan.grid.total + plan.grid.n_blocks) * config.ctas, steps) > MAX_TILES:
+    if max((plan.grid.total + plan.grid.n_blocks) * config.team, steps) > MAX_TILES:
         raise NotImplementedError(
             f"{plan.grid.total} tiles of keys, {steps} of queries; supported are {MAX_TILES}: split the batch"
         )
@@ -365,7 +370,7 @@ def backward_section(problem: AttentionProblem, config, workers: int) -> int:
     if problem.varlen:
         return workers
     grid = kv_grid_of(problem, config.tile_n)
-    workers = workers_of(workers, config.ctas)
+    workers = workers_of(workers, config.team)
     least = min(grid.head_count, max(1, ceil_div(workers, grid.n_blocks), config.least_heads))
     shared_out = config.counts_workers and not config.handed_out  # tiles are, before the launch
     if not (problem.causal and shared_out) or grid.total > MODELLED_TILES:

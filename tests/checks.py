@@ -191,7 +191,7 @@ def _sink_error(
 
     From an LSE in float32 come four half ulps of it in exp(sink - LSE), for each row: the gradient of a float32 sink is
     compared at float32's own spacing, far below that. From the out that is saved in its dtype comes the rounding of out
-    itself, which rows with the same probabilities have in common.
+    itself, which rows with the same probabilities have in common; twice, as P is rounded too.
     """
     q, k, v = (x.detach() for x in inputs)
     out, lse = reference.attention_forward(q, k, v, options)
@@ -205,7 +205,7 @@ def _sink_error(
         return rows.masked_fill(lse == -torch.inf, 0.0).movedim(-2, 0).flatten(1).sum(1)
 
     spacing = of_heads(weights * delta.abs() * (1 + lse.abs()))
-    return 2.0**-22 * spacing + of_heads(weights * rounding).abs()
+    return 2.0**-22 * spacing + 2 * of_heads(weights * rounding).abs()
 
 
 def assert_float64_close(actual: Tensor, expected: Tensor, name: str = "result") -> None:

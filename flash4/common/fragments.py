@@ -19,6 +19,8 @@ def dq_place(config, part, thread, group, number):
     """(query, head dim) in a block of dQ of a number of warpgroup ``part``; ``config`` is a ``FinishConfig`` or that of the backward."""
     if config.dq_lanes:
         return _lane_place(config, part, thread, group * GROUP_NUMBERS + number)
+    if config.dq_turned:
+        return _turned_place(config, part, thread, group, number)
     row, column = accumulator_place(thread, group, number)
     if config.swap_dq:
         beyond = (
@@ -56,3 +58,16 @@ def _lane_place(config, part, thread, column):
     if config.dq_lanes == 1:
         return thread, part * half + column
     return part * 64 + thread % 64, thread // 64 * half + column
+
+
+def _turned_place(config, part, thread, group, number):
+    """The same of sums as lanes have the transpose of dQ: a head dim a lane, 128 of them and then those that are left, up to
+    256; of each such part four queries together."""
+    lanes = 128
+    at = part * (config.tile_m * config.tile_d // 2) + (group * lanes + thread) * GROUP_NUMBERS
+    which = at // (lanes * config.tile_m)
+    place = (at - which * (lanes * config.tile_m)) // GROUP_NUMBERS
+    if config.tile_d % lanes:
+        lanes = lanes - which * (2 * lanes - config.tile_d)
+    queries = place // lanes
+    return queries * GROUP_NUMBERS + number, which * 128 + place - queries * lanes

@@ -83,9 +83,11 @@ class BackwardLaunch(LaunchFacts):
     first_stores = False  # sums of dQ start from zero
     handed_out = False  # each tile has its CTA
     chained = False  # each kernel is launched when the one before has ended
+    splits = 1  # CTAs, or pairs, that each have some of the columns of a tile's dQ, dK and dV
     swap_dq = False  # dQ is multiplied, not its transpose
     negates = False  # statistics are subtracted
     dq_lanes = 0  # sums of dQ lie as accumulators of warpgroups have them
+    dq_turned = False  # nor as lanes have the transpose
     order_of_sums: dict[str, int] = {}  # what else ``FinishConfig`` must know of how they lie
 
     @property
@@ -97,6 +99,11 @@ class BackwardLaunch(LaunchFacts):
     def ragged_k(self) -> bool:
         """The same of keys and values."""
         return self.cu_k or self.used_k
+
+    @property
+    def team(self) -> int:
+        """CTAs of a tile."""
+        return self.ctas * self.splits
 
     @property
     def dq_width(self) -> int:

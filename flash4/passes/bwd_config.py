@@ -52,6 +52,7 @@ class FinishConfig:
         warps: that multiplied a block, each 16 by 8 numbers at a time (``fragments.warp_dq_place``); 0 where warpgroups did.
         query_warps: of these, those that share its queries.
         dq_lanes: 1 or 2 where the sums lie as lanes of tensor memory of so many CTAs have them, else 0.
+        dq_turned: they lie as lanes have the transpose.
     """
 
     bf16: bool
@@ -64,6 +65,7 @@ class FinishConfig:
     warps: int = 0
     query_warps: int = 0
     dq_lanes: int = 0
+    dq_turned: bool = False
 
     @property
     def splits_queries(self) -> bool:

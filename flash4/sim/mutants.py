@@ -25,6 +25,7 @@ from flash4.sim import (
     sm90_bwd_192,
     sm90_bwd_wide,
     sm100_bwd,
+    sm100_bwd_wide,
     sm100_fwd,
 )
 from flash4.sim.cluster import arrive_at
@@ -51,9 +52,11 @@ from flash4.sm90.bwd_wide_config import WideBackwardConfig
 from flash4.sm90.fwd_config import ForwardConfig
 from flash4.sm100 import bwd_pair_roles as bwd_pair_roles_sm100
 from flash4.sm100 import bwd_roles as bwd_roles_sm100
+from flash4.sm100 import bwd_wide_roles as bwd_wide_roles_sm100
 from flash4.sm100 import fwd_roles as fwd_roles_sm100
 from flash4.sm100 import fwd_wide_roles as fwd_wide_roles_sm100
 from flash4.sm100.bwd_config import BackwardConfig as BackwardConfigSm100
+from flash4.sm100.bwd_wide_config import WideBackwardConfig as WideBackwardConfigSm100
 from flash4.sm100.fwd_config import ForwardConfig as ForwardConfigSm100
 
 DROPPED = {
@@ -290,6 +293,16 @@ SM100_BACKWARD_PROBLEMS = (
     BackwardProblem(BackwardConfigSm100(True, 64, 64, False), 100, 200),
     BackwardProblem(
         BackwardConfigSm100(True, 128, 128, True, ctas=2, ordered=True), 300, 300, 1, 2
+    ),
+)
+
+# V in tensor memory: several steps and one, several tiles and one of a CTA; turns.
+SM100_KEPT = {"bf16": True, "tile_d": 256, "tile_dv": 128, "splits": 2}
+SM100_WIDE_BACKWARD_PROBLEMS = (
+    BackwardProblem(WideBackwardConfigSm100(causal=False, **SM100_KEPT), 200, 200),
+    BackwardProblem(WideBackwardConfigSm100(causal=False, **SM100_KEPT), 60, 300),
+    BackwardProblem(
+        WideBackwardConfigSm100(causal=True, ordered=True, **SM100_KEPT), 150, 300, 1, 2
     ),
 )
 
@@ -558,6 +571,16 @@ def sm100_bwd_mutants() -> list[Mutant]:
     return [*found, Mutant(name, 0, True, functools.partial(vary, meets=False))]
 
 
+def sm100_bwd_wide_mutants() -> list[Mutant]:
+    """Those of the wide one's roles that keep V in tensor memory."""
+    source, path = inspect.getsource(bwd_wide_roles_sm100), bwd_wide_roles_sm100.__file__
+
+    def vary(roles):
+        return sm100_bwd_wide.WideVariation(kept=roles)
+
+    return list(mutants_of_source(source, path, "KeptRoles", vary))
+
+
 def sm90_bwd_mutants() -> list[Mutant]:
     """All mutants of the Hopper backward: of its source, and of how its ends count slots."""
     source, path, vary = inspect.getsource(bwd_roles), bwd_roles.__file__, sm90_bwd.Variation
@@ -665,6 +688,7 @@ KERNELS = {
     "sm90-bwd-joint": sm90_bwd_joint_mutants,
     "sm100-fwd": sm100_fwd_mutants,
     "sm100-bwd": sm100_bwd_mutants,
+    "sm100-bwd-wide": sm100_bwd_wide_mutants,
 }
 JURIES = {
     "sm80-fwd": lambda: Jury(SM80_PROBLEMS, simulate=sm80_fwd.simulate_forward),
@@ -683,6 +707,9 @@ JURIES = {
     ),
     "sm100-fwd": lambda: Jury(SM100_PROBLEMS, simulate=sm100_fwd.simulate_forward),
     "sm100-bwd": lambda: Jury(SM100_BACKWARD_PROBLEMS, simulate=sm100_bwd.simulate_backward),
+    "sm100-bwd-wide": lambda: Jury(
+        SM100_WIDE_BACKWARD_PROBLEMS, simulate=sm100_bwd_wide.simulate_wide_backward
+    ),
 }
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from flash4.common.dsl import plain
-from flash4.common.fragments import GROUP_NUMBERS, dq_place
+from flash4.common.fragments import GROUP_NUMBERS
 from flash4.common.graph import WARP, launch_registers
 from flash4.problem import CallOptions
 from flash4.sim.barriers import NamedBarrier, Semaphore
@@ -30,18 +30,18 @@ from flash4.sim.sm100_bwd_memory import (
     Memory,
     Nothing,
     Producer,
+    dq_of_sums,
     panels_of,
 )
 from flash4.sim.sm100_fwd import pack_16_bit, unpack_16_bit
 from flash4.sim.tmem import TensorCore, Tmem, TmemPort
-from flash4.sm100.bwd_config import DQ_STAGES, STAT_BYTES, TILE_M, BackwardConfig
+from flash4.sm100.bwd_config import DQ_STAGES, BackwardConfig
 from flash4.sm100.bwd_graph import CHUNK, LEADER, ROWS, SLICE, UMMA
 from flash4.sm100.bwd_pair_roles import PairRoles
 from flash4.sm100.bwd_roles import BackwardRoles
 from flash4.sm100.fwd_config import SMEM_LIMIT
 from flash4.sm100.fwd_graph import TMEM_COLUMNS
 
-PARTS = 2  # halves of a step's queries, of which each warpgroup has 32
 BARRIER_COMPUTE, BARRIER_REDUCE = 2, 3
 NO_TURN = "a tile without a turn"  # whose additions are of zeros, in any order
 
@@ -55,6 +55,7 @@ class Call:
         delta: the same of D, negative.
         sums: (batch, head, block, rank, part) -> what the machine's CTAs add to dQ there.
         turns: (batch, head, block, rank) -> count of tiles that have added, if somebody waits for them.
+        split: which part of the columns of dQ, dK and dV this CTA has.
     """
 
     config: BackwardConfig
@@ -70,6 +71,11 @@ class Call:
     tiles: object
     sums: dict[tuple, Accumulator]
     turns: dict[tuple, Semaphore]
+    split: int = 0
+
+    def own(self, width: int) -> slice:
+        """Columns of this CTA among parts of ``width``."""
+        return slice(self.split * width, (self.split + 1) * width)
 
     def block_of(self, tile, i):
         """(batch entry of statistics and sums, query head, slot) of a step."""
@@ -80,8 +86,8 @@ class Call:
         """Rows of a step's queries in the tensors, (batch entry, begin, end, query head)."""
         (block, head), where = self.tiles.place(tile, i), self.tiles.where(tile)
         stored = self.tiles.lengths(tile)[0] if self.config.ragged_q else self.q.shape[1]
-        first = block * TILE_M
-        end = max(first, min(first + TILE_M, stored))
+        first = block * self.config.tile_m
+        end = max(first, min(first + self.config.tile_m, stored))
         return where.entry_q, where.row_q + first, where.row_q + end, head
 
 
@@ -91,7 +97,7 @@ class LoadOps:
     def __init__(self, call: Call, memory: Memory, rank: int):
         self._call, self._memory, self._rank, c = call, memory, rank, call.config
         self.k_bytes, self.v_bytes, self.q_bytes = c.k_bytes, c.v_bytes, c.q_bytes
-        self.do_bytes, self.stat_bytes = c.do_bytes, STAT_BYTES
+        self.do_bytes, self.stat_bytes = c.do_bytes, c.stat_bytes
 
     def _fill(self, region: Region, rows, slot, size: int = 2):
         block = np.zeros(region.shape, np.float32)  # TMA fills with zeros
@@ -105,9 +111,10 @@ class LoadOps:
         end = max(begin, min(begin + count, stored))
         return x[where.entry_k, where.row_k + begin : where.row_k + end, tile.head_kv]
 
-    def _queries(self, x, tile, i, first: int = 0, count: int = TILE_M):
+    def _queries(self, x, tile, i, first: int = 0, count: int | None = None):
         entry, begin, end, head = self._call.rows_of(tile, i)
         begin += first
+        count = self._call.config.tile_m if count is None else count
         return x[entry, begin : max(begin, min(begin + count, end)), head]
 
     def _half(self, rows, width: int):
@@ -132,7 +139,7 @@ class LoadOps:
         self._fill(region, self._half(rows, region.shape[1]), slot)
 
     def _part(self, x, tile, i):
-        count = TILE_M // self._call.config.ctas
+        count = self._call.config.tile_m // self._call.config.ctas
         return self._queries(x, tile, i, self._rank * count, count)
 
     def load_q(self, tile, i, slot):
@@ -157,7 +164,8 @@ class LoadOps:
     def load_stat(self, tile, i, slot):
         """-LSE and -D of the queries of step ``i``."""
         batch, head, block = self._call.block_of(tile, i)
-        columns = slice(block * TILE_M, (block + 1) * TILE_M)
+        tile_m = self._call.config.tile_m
+        columns = slice(block * tile_m, (block + 1) * tile_m)
         rows = np.stack([x[batch, head, columns] for x in (self._call.lse, self._call.delta)])
         self._fill(self._memory.stat(slot.index), rows, slot, 4)
 
@@ -165,8 +173,9 @@ class LoadOps:
 class MmaOps:
     """Verbs of the ``mma`` role, for all CTAs of a tile."""
 
-    def __init__(self, config, core: TensorCore, memories: list[Memory], tmems: list[Tmem]):
-        self._config, self._core, self._map = config, core, config.graph.tmem
+    def __init__(self, call: Call, core: TensorCore, memories: list[Memory], tmems: list[Tmem]):
+        self._config, self._core, self._map = call.config, core, call.config.tmem
+        self._own = call.own
         self._memories, self._tmems = memories, tmems
 
     def _tiles(self, name, column, columns):
@@ -184,7 +193,8 @@ class MmaOps:
             return tuple(matmul(x, rows.T) for x in arrays[:ctas])
 
         operands = (*self._all(a), *self._all(b, slot))
-        self._core.issue(self._tiles(label, column, ROWS), product, operands, False, label)
+        tiles = self._tiles(label, column, self._config.tile_m)
+        self._core.issue(tiles, product, operands, False, label)
 
     def s(self, slot):
         """S^T = K Q^T."""
@@ -196,7 +206,8 @@ class MmaOps:
 
     def _by_slices(self, words):
         """16-bit columns of a tile whose slices lie as the map says."""
-        columns = [words[:, self._map.slice_of(k) :][:, : SLICE // 2] for k in range(ROWS // SLICE)]
+        slices = range(self._config.tile_m // SLICE)
+        columns = [words[:, self._map.slice_of(k) :][:, : SLICE // 2] for k in slices]
         return np.concatenate([unpack_16_bit(x, self._config.bf16) for x in columns], 1)
 
     def _sum_over_queries(self, label, at, columns, source, names, slot, accumulate):
@@ -204,7 +215,7 @@ class MmaOps:
         ctas, pair_name = len(self._memories), names[self._config.ctas - 1]
 
         def product(*arrays):
-            b = np.concatenate(arrays[ctas:], 1)
+            b = np.concatenate(arrays[ctas:], 1)[:, self._own(columns)]
             return tuple(matmul(self._by_slices(x), b) for x in arrays[:ctas])
 
         operands = (*self._tiles(*source), *self._all(pair_name, slot))
@@ -214,23 +225,24 @@ class MmaOps:
 
     def dv(self, slot, accumulate):
         """dV += P^T dO."""
-        source, names = ("P", self._map.s(), ROWS // 2), ("do", "dot")
-        columns = self._config.tile_dv
+        source, names = ("P", *self._map.ranges()["p"]), ("do", "dot")
+        columns = self._config.part_dv
         self._sum_over_queries("dV", self._map.dv(), columns, source, names, slot.index, accumulate)
 
     def dk(self, slot, accumulate):
         """dK += dS^T Q; of one CTA with dS from shared memory."""
-        columns, at = self._config.tile_d, self._map.dk()
+        columns, at = self._config.part_d, self._map.dk()
         if self._config.ctas == 2:
             source = ("dS", self._map.dp(), ROWS // 2)
             self._sum_over_queries("dK", at, columns, source, ("q", "qt"), slot.index, accumulate)
             return
-        memory = self._memories[0]
+        memory, count = self._memories[0], self._config.panels
 
         def product(*arrays):
-            return (matmul(panels_of(arrays[:-1], 2), arrays[-1]),)
+            return (matmul(panels_of(arrays[:-1], count), arrays[-1][:, self._own(columns)]),)
 
-        operands = (*memory.panel(0), *memory.panel(1), memory.tile("q", slot.index))
+        panels = [piece for i in range(count) for piece in memory.panel(i)]
+        operands = (*panels, memory.tile("q", slot.index))
         self._core.issue(
             self._tiles("dK", at, columns), product, operands, accumulate, "dK += dS^T Q"
         )
@@ -299,11 +311,16 @@ class ComputeOps(WarpOps):
 
     def _columns(self):
         """Queries of this warp in a step."""
-        firsts = [self._map.loaded(self._warpgroup, part) for part in range(PARTS)]
+        firsts = [
+            self._map.loaded(self._warpgroup, part) for part in range(self._config.query_parts)
+        ]
         return np.concatenate([first + np.arange(CHUNK) for first in firsts])
 
     def _both(self, name, column):
-        firsts = [column + self._map.loaded(self._warpgroup, part) for part in range(PARTS)]
+        firsts = [
+            column + self._map.loaded(self._warpgroup, part)
+            for part in range(self._config.query_parts)
+        ]
         return np.concatenate([self._load(name, first, CHUNK) for first in firsts], 1)
 
     def load_s(self):
@@ -323,7 +340,7 @@ class ComputeOps(WarpOps):
 
     def _pack(self, name, column, values):
         """Store 16-bit values over what this warp has read."""
-        for part in range(PARTS):
+        for part in range(self._config.query_parts):
             words = pack_16_bit(
                 values[:, CHUNK * part : CHUNK * (part + 1)].copy(), self._config.bf16
             )
@@ -355,7 +372,7 @@ class ComputeOps(WarpOps):
 
     def store_ds(self, grads):
         """dS to shared memory."""
-        for part in range(PARTS):
+        for part in range(self._config.query_parts):
             region = self._memory.ds(self.panel(part), self._warp)
             region.write(grads[:, CHUNK * part : CHUNK * (part + 1)].copy())
         self._machine.fence()
@@ -385,7 +402,8 @@ class ComputeOps(WarpOps):
         for warp in range(2 * WARPS):
             region = self._memory.out(name, warp)
             lane, width = WARP * (warp % WARPS), region.shape[1]
-            mine = rows[lane : lane + WARP, width * (warp // WARPS) :][:, :width]
+            own = rows[:, self._call.own(2 * width)]
+            mine = own[lane : lane + WARP, width * (warp // WARPS) :][:, :width]
 
             def put(array, mine=mine):
                 mine[:] = array[: mine.shape[0], : mine.shape[1]]
@@ -418,9 +436,12 @@ class ReduceOps(WarpOps):
         """dQ in registers."""
         return self._load("dQ", self._map.dq(), self._map.dq_columns)
 
+    def _box(self, part, warp):
+        return self._memory.dq(part % DQ_STAGES, warp)
+
     def stage_dq(self, sums, part):
         """A part of it to shared memory."""
-        region, columns = self._memory.dq(part % DQ_STAGES, self._warp), self._config.dq_columns
+        region, columns = self._box(part, self._warp), self._config.dq_columns
         mine = sums[:, part * columns : (part + 1) * columns]
         region.write(mine.reshape(WARP, -1, GROUP_NUMBERS).transpose(1, 0, 2))
         self._machine.fence()
@@ -442,7 +463,7 @@ class ReduceOps(WarpOps):
             return
         c, key = self._config, (*place[:3], self._rank, part)
         for warp in range(WARPS):
-            region, at = self._memory.dq(part % DQ_STAGES, warp), (*key, warp)
+            region, at = self._box(part, warp), (*key, warp)
             if at not in self._call.sums:
                 # Tiles without a turn add zeros, in any order.
                 ordered = c.ordered and not (c.left or c.varlen)
@@ -534,7 +555,9 @@ def check_limits(config: BackwardConfig):
     check_tmem(graph.tmem.ranges(), graph.tmem.aliases)
 
 
-def simulate_backward(config, tensors, options, workers=2, seed=0, variation=None, dlse=None):
+def simulate_backward(
+    config, tensors, options, workers=2, seed=0, variation=None, dlse=None, kernel=None
+):
     """Run the kernel's roles on every tile of a problem.
 
     Args:
@@ -546,6 +569,7 @@ def simulate_backward(config, tensors, options, workers=2, seed=0, variation=Non
         seed: decides whatever the schedule leaves open, and the heads per section.
         variation: a ``Variation``; the kernel itself by default.
         dlse: gradient of lse.
+        kernel: class of the simulated kernel; ``Kernel`` by default.
 
     Returns:
         (dq, dk, dv), float32 holding 16-bit values.
@@ -555,40 +579,22 @@ def simulate_backward(config, tensors, options, workers=2, seed=0, variation=Non
     """
     packed, sums = [x.ndim == 3 for x in tensors[:2]], 0
     tensors, dlse = batched(tensors, dlse, packed)
-    machines = backward_machines(config, tensors, options, workers, seed, variation, dlse)
+    machines = backward_machines(config, tensors, options, workers, seed, variation, dlse, kernel)
     for machine, call in machines:
         machine.run()
         sums = sums + dq_of_sums(call)
     return gradients(sums, call, packed)
 
 
-def dq_of_sums(call: Call) -> np.ndarray:
-    """What a machine's CTAs have added to dQ, (entries, heads, rows of all slots, padded head dim), as the next kernel reads it."""
-    c = call.config
-    dq = np.zeros((*call.lse.shape, c.tile_d), np.float32)
-    groups = c.dq_columns // GROUP_NUMBERS
-    for (entry, head, slot, rank, part, warp), total in call.sums.items():
-        group, lane, number = np.meshgrid(
-            *(np.arange(n) for n in (groups, WARP, GROUP_NUMBERS)), indexing="ij"
-        )
-        # Place in the block, in float32 numbers, and from it what a thread of the next kernel makes of it.
-        flat = (rank * c.dq_steps + part) * c.dq_floats
-        flat = flat + (group * ROWS + WARP * warp + lane) * GROUP_NUMBERS + number
-        half = TILE_M * c.tile_d // 2
-        which, rest = np.divmod(flat, half)
-        its_group, rest = np.divmod(rest, ROWS * GROUP_NUMBERS)
-        thread, its_number = np.divmod(rest, GROUP_NUMBERS)
-        row, column = dq_place(c, which, thread, its_group, its_number)
-        dq[entry, head, slot * TILE_M + row, column] += total.values
-    return dq
-
-
-def backward_machines(config, tensors, options, workers, seed, variation=None, dlse=None):
+def backward_machines(
+    config, tensors, options, workers, seed, variation=None, dlse=None, kernel=None
+):
     """Yield the machine and the call of every CTA, ready to run; arguments as of ``simulate_backward``.
 
     CTAs that wait for one another's additions are all in one machine; its call is that of the last of them.
     """
-    (q, k, v, out, lse, dout), variation = tensors, variation or Variation()
+    (q, k, v, out, lse, dout), kernel = tensors, kernel or Kernel
+    variation = variation or kernel.vary()
     made = BackwardCall.of(config, q, k, options)
     sides, options = made.sides, made.options
     ctas = made.tiles(config, workers, seed)
@@ -596,17 +602,22 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
     statistics = [-x for x in prepare(sides[0], out, lse, dout, dlse)]
     check_limits(config)
     machine = None
-    for worker, mine in enumerate(ctas):
+    shares = [(mine, split) for mine in ctas for split in range(config.splits)]
+    for number, (mine, split) in enumerate(shares):
         if machine is None or not config.turns:
-            machine, shared = Machine(seed + worker, variation.strict), ({}, {})
-        call = Call(config, q, k, v, dout, *statistics, dk, dv, options, mine, *shared)
-        Kernel(machine, call, variation, f"worker{worker}" if config.turns else "").spawn()
-        if worker == len(ctas) - 1 or not config.turns:
+            machine, shared = Machine(seed + number, variation.strict), ({}, {})
+        call = Call(config, q, k, v, dout, *statistics, dk, dv, options, mine, *shared, split)
+        name = f"worker{number}" if config.turns else ""
+        kernel(machine, call, variation, name).spawn()
+        if number == len(shares) - 1 or not config.turns:
             yield machine, call
 
 
 class Kernel:
     """Memory, edges and roles of one CTA, or of a pair, by the config's graph."""
+
+    load_ops, mma_ops, compute_ops, reduce_ops = LoadOps, MmaOps, ComputeOps, ReduceOps
+    vary = Variation
 
     def __init__(self, machine: Machine, call: Call, variation: Variation, name: str):
         self.machine, self.call, self.variation = machine, call, variation
@@ -669,8 +680,9 @@ class Kernel:
             self.call.config,
             self.call.config.ctas > 1,
         )
-        own, of_pair = self.variation.roles, self.variation.pair_roles
-        memory, tmem, roles = self.memories[rank], self.tmems[rank], of_pair if pair else own
+        own, of_pair = self.own_roles, self.variation.pair_roles
+        roles = of_pair if pair else own
+        memory, tmem = self.memories[rank], self.tmems[rank]
 
         def start(name, role, owner, ops, ends):
             (cta or machine).spawn(
@@ -682,13 +694,13 @@ class Kernel:
 
         rings = {name: Producer(ring, rank, cta) for name, ring in self.rings.items()}
         heard = signals("load", "s", "dp") if pair else {}
-        start("load", roles.load, roles, LoadOps(call, memory, rank), rings | heard)
+        start("load", roles.load, roles, self.load_ops(call, memory, rank), rings | heard)
         if rank == 0:
             start(
                 "mma",
                 roles.mma,
                 roles,
-                MmaOps(config, self.core, self.memories, self.tmems),
+                self.mma_ops(call, self.core, self.memories, self.tmems),
                 self._mma_ends(cta),
             )
         if pair:
@@ -716,12 +728,22 @@ class Kernel:
                 "k_free": k_free,
                 "meeting": meetings[0],
             }
-            ops = ComputeOps(machine, call, (rank, warp), memory, tmem)
+            ends |= self._more_ends(cta)
+            ops = self.compute_ops(machine, call, (rank, warp), memory, tmem)
             start(f"compute{warp}", own.compute, own, ops, ends)
         for warp in range(WARPS):
             ends = signals("reduce", "dq", "r") | {"meeting": meetings[1]}
-            ops = ReduceOps(machine, call, (rank, warp), memory, tmem)
+            ops = self.reduce_ops(machine, call, (rank + call.split, warp), memory, tmem)
             start(f"reduce{warp}", own.reduce, own, ops, ends)
+
+    @property
+    def own_roles(self) -> type:
+        """Class with the roles of one CTA."""
+        return self.variation.roles
+
+    def _more_ends(self, cta):
+        """Ends of ``compute`` that other kernels do not have."""
+        return {}
 
     def _mma_ends(self, cta):
         """Ends of ``mma``."""

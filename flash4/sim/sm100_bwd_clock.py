@@ -16,15 +16,14 @@ from flash4.sim.clock import ClockedMachine, Work
 from flash4.sim.cluster import lane_called
 from flash4.sim.memory import Region, Space
 from flash4.sim.signals import Edges, Signal, SignalSpec, TmaRing, TmaRingSpec
-from flash4.sim.sm100_bwd_memory import Cursor, Free, Nothing, Producer
+from flash4.sim.sm100_bwd_memory import Cursor, Free, Nothing, Producer, Told
 from flash4.sim.sm100_fwd_clock import LOAD, TILE, Commits, _Remote, work
-from flash4.sm100.bwd_config import STAT_BYTES, TILE_M, BackwardConfig
+from flash4.sm100.bwd_config import BackwardConfig
 from flash4.sm100.bwd_graph import LEADER, ROWS, SLICE, UMMA
 from flash4.sm100.bwd_pair_roles import PairRoles
 from flash4.sm100.bwd_roles import BackwardRoles
 from flash4.sm100.fwd_config import ELEMENT_BYTES
 
-QUERIES = 64  # of a step, of a thread of ``compute``
 WARPGROUPS = 2
 MEETING = 30.0  # from the last arrival at a named barrier; as on an H200
 ROUND_TRIP = 700.0  # to L2 and back: a look at a counter
@@ -82,7 +81,7 @@ class LoadOps:
     def __init__(self, machine, config: BackwardConfig):
         self._machine, self._first, c = machine, machine.chip.first_copy, config
         self.k_bytes, self.v_bytes, self.q_bytes = c.k_bytes, c.v_bytes, c.q_bytes
-        self.do_bytes, self.stat_bytes = c.do_bytes, STAT_BYTES
+        self.do_bytes, self.stat_bytes = c.do_bytes, c.stat_bytes
 
     def load_k(self, tile, slot):
         """Keys."""
@@ -90,6 +89,10 @@ class LoadOps:
 
     def load_v(self, tile, slot):
         """Values."""
+        self._load(slot, self.v_bytes, "V")
+
+    def load_half_v(self, tile, half, slot):
+        """Values, half of the columns."""
         self._load(slot, self.v_bytes, "V")
 
     def load_kt(self, tile, slot):
@@ -139,27 +142,37 @@ class MmaOps:
 
     def dp(self, slot):
         """dP^T = V dO^T."""
-        self._scores("dP", self._config.tile_dv)
+        c = self._config
+        if c.keeps_v:
+            self._issue("dP", c.tile_m, c.tile_dv, c.tile_m * c.tile_dv)
+        else:
+            self._scores("dP", c.tile_dv)
 
     def _scores(self, label, depth):
-        self._issue(label, TILE_M, depth, (ROWS + TILE_M // self._config.ctas) * depth)
+        queries = self._config.tile_m
+        self._issue(label, queries, depth, (ROWS + queries // self._config.ctas) * depth)
 
     def dv(self, slot, accumulate):
         """dV += P^T dO."""
         c = self._config
-        self._issue("dV", c.tile_dv, TILE_M, TILE_M * c.tile_dv // c.ctas)
+        self._issue("dV", c.part_dv, c.tile_m, c.tile_m * c.part_dv // c.ctas)
 
     def dk(self, slot, accumulate):
         """dK += dS^T Q."""
         c = self._config
         in_smem = c.ctas == 1 and not self._shape.keeps_dst
-        a = ROWS * TILE_M if in_smem else 0
-        self._issue("dK", c.tile_d, TILE_M, a + TILE_M * c.tile_d // c.ctas)
+        a = ROWS * c.tile_m if in_smem else 0
+        self._issue("dK", c.part_d, c.tile_m, a + c.tile_m * c.part_d // c.ctas)
 
     def dq(self, slot):
         """dQ = dS K."""
         c = self._config
-        self._issue("dQ", c.tile_d // c.ctas, c.tile_n, ROWS * TILE_M + ROWS * c.tile_d)
+        if not c.dq_turned:
+            elements = ROWS * c.tile_m + ROWS * c.tile_d
+            self._issue("dQ", c.tile_d // c.ctas, c.tile_n, elements)
+            return
+        for _, rows in c.dq_accumulators:  # 64 rows take as long as 128
+            self._issue("dQ^T", c.tile_m, ROWS, ROWS * (rows + c.tile_m))
 
     def _issue(self, label, columns, depth, elements):
         machine, chip = self._machine, self._machine.chip
@@ -174,7 +187,7 @@ class ComputeOps:
     """Verbs of a warpgroup of ``compute``."""
 
     def __init__(self, machine, shape: Shape, meeting):
-        chip, c, n = machine.chip, shape.config, QUERIES
+        chip, c, n = machine.chip, shape.config, shape.config.tile_m // WARPGROUPS
         self._machine, self._shape, self._meeting = machine, shape, meeting
         wait, step = chip.tmem_latency, chip.dependence
         self._tile = work(chip, "decode", other=TILE)
@@ -185,7 +198,7 @@ class ComputeOps:
         self._store = work(chip, "store 16 bit", tmem=n / 2, stall=wait)
         self._grad = work(chip, "dS", tmem=n, fma=n, cvt=n / 2, other=n / 4 + 10, stall=wait + step)
         self._stage = work(
-            chip, "dV or dK", tmem=c.tile_d / 2, cvt=c.tile_d / 4, other=60, stall=4 * wait
+            chip, "dV or dK", tmem=c.part_d / 2, cvt=c.part_d / 4, other=60, stall=4 * wait
         )
         nbytes = ROWS * n * ELEMENT_BYTES
         cycles = nbytes / chip.smem_bytes
@@ -193,6 +206,13 @@ class ComputeOps:
         self._store_ds = Work("store dS", cycles + wait, use)
         self._has_dst = c.ctas == 2 or shape.keeps_dst
         self._lane = lane_called(machine, "stores of dK and dV", ordered=True)
+
+    def keep_v(self, half):
+        """Half of V to tensor memory."""
+        chip, words = self._machine.chip, self._shape.config.part_dv / 4
+        stall = 2 * chip.tmem_latency
+        use = work(chip, "keep V", tmem=words, other=words + 20, stall=stall)
+        self._machine.spend(use)
 
     def phases(self, tile):
         """All steps."""
@@ -238,7 +258,10 @@ class ComputeOps:
 
     def send_dv(self, tile):
         """Start a store."""
-        chip, nbytes = self._machine.chip, self._shape.config.v_bytes // WARPGROUPS
+        chip, nbytes = (
+            self._machine.chip,
+            ROWS * self._shape.config.part_dv * ELEMENT_BYTES // WARPGROUPS,
+        )
         use = {"smem": nbytes / chip.smem_bytes}
         store = Work("TMA store", nbytes / chip.fill_bytes, use)
         self._lane.issue(store.label, _nothing, work=store)
@@ -259,7 +282,7 @@ class ReduceOps:
     def __init__(self, machine, config: BackwardConfig):
         chip, c = machine.chip, config
         self._machine, self._config, self.parts = machine, c, tuple(range(c.dq_steps))
-        self._load = work(chip, "load dQ", tmem=c.tile_d // c.ctas, stall=chip.tmem_latency)
+        self._load = work(chip, "load dQ", tmem=c.tmem.dq_columns, stall=chip.tmem_latency)
         nbytes = c.dq_floats * 4
         self._cycles = nbytes / chip.smem_bytes
         use = {"smem": self._cycles, "issue": c.dq_columns / 4 + 8}
@@ -392,6 +415,10 @@ class _Kernel:
                 stat=self.rings["stat"].consumer(),
                 k_free=Free(self.rings["k"].empty[0][0]), meeting=meeting,
             )  # fmt: skip
+            if config.keeps_v:
+                ring = self.rings["v"]
+                ends.v, ends.v_free = ring.consumer(), Free(ring.empty[0][0])
+                ends.vt = self._end("compute", "vt")
             ops = ComputeOps(machine, shape, meeting)
             start(f"compute{i}", shape.roles.compute, shape.roles, ops, ends)
         ends = self._ends("reduce", "dq", "r", meeting=Meeting(machine, 3, "reduce", 1, 1))
@@ -402,6 +429,8 @@ class _Kernel:
         names += ("early", "dst", "y") if self.pair else ("ds",)
         held = ("k", "v", "kt", "a", "b") if self.pair else ("k", "v", "q", "do")
         rings = {name: self.rings[name].consumer(core=self.core) for name in held}
+        if self.shape.config.keeps_v:
+            rings["v"] = Told(self._end("mma", "vt"))
         if not self.pair:
             rings["qt"], rings["dot"] = (Cursor(self.rings[n], self.core) for n in ("q", "do"))
         return self._ends("mma", *names, **rings)
@@ -432,10 +461,10 @@ def tflops(seqlen: int, causal: bool, shape: Shape, costs: Costs, chip: TensorMe
     config, heads = shape.config, 32_768 // seqlen * 16
     blocks = config.blocks()
     counts = [blocks.count(n, seqlen, seqlen) for n in range(ceil_div(seqlen, config.tile_n))]
-    loads = [0.0] * (chip.sms // config.ctas)
+    loads = [0.0] * (chip.sms // config.team)
     for count in counts * heads:
         start = heapq.heappop(loads)
         heapq.heappush(loads, start + costs.tile + count * costs.step)
     microseconds = max(loads) / chip.mma_mhz + chip.launch_us
     pairs = seqlen**2 / (2 if causal else 1) * heads
-    return 2.5 * 4 * pairs * config.tile_d / microseconds / 1e6
+    return 2 * pairs * (3 * config.tile_d + 2 * config.tile_dv) / microseconds / 1e6

@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from flash4.common.fragments import GROUP_NUMBERS
+from flash4.common.fragments import GROUP_NUMBERS, dq_place
 from flash4.common.graph import WARP
 from flash4.sim.cluster import arrive_at
 from flash4.sim.machine import Machine
 from flash4.sim.memory import Region, Space
 from flash4.sim.signals import TmaRing, TmaSlot
 from flash4.sim.tmem import TensorCore
-from flash4.sm100.bwd_config import STAT_BYTES, TILE_M, BackwardConfig
+from flash4.sm100.bwd_config import BackwardConfig
 from flash4.sm100.bwd_graph import CHUNK, ROWS
 
 WARPS = ROWS // WARP  # of a warpgroup
@@ -31,10 +31,10 @@ class Memory:
         """K, V, Q, dO, or in a pair K^T (256 keys, half of the head dims), Q^T and dO^T (queries, the same)."""
         c = self._config
         shapes = {
-            "k": (ROWS, c.tile_d), "v": (ROWS, c.tile_dv),
-            "q": (TILE_M // c.ctas, c.tile_d), "do": (TILE_M // c.ctas, c.tile_dv),
-            "kt": (c.tile_n, c.tile_d // 2), "qt": (TILE_M, c.tile_d // 2),
-            "dot": (TILE_M, c.tile_dv // 2),
+            "k": (ROWS, c.tile_d), "v": (ROWS, c.part_dv),
+            "q": (c.tile_m // c.ctas, c.tile_d), "do": (c.tile_m // c.ctas, c.tile_dv),
+            "kt": (c.tile_n, c.tile_d // 2), "qt": (c.tile_m, c.tile_d // 2),
+            "dot": (c.tile_m, c.tile_dv // 2),
         }  # fmt: skip
         shape = shapes[name]
         nbytes = shape[0] * shape[1] * 2
@@ -42,7 +42,8 @@ class Memory:
 
     def stat(self, slot: int) -> Region:
         """-LSE and -D of a step's queries."""
-        return self._region("stat", f"stat[{slot}]", slot * STAT_BYTES, (2, TILE_M), 4)
+        c = self._config
+        return self._region("stat", f"stat[{slot}]", slot * c.stat_bytes, (2, c.tile_m), 4)
 
     def ds(self, panel: int, warp: int) -> Region:
         """What a warp of ``compute`` writes of a panel: 32 keys, 32 queries."""
@@ -55,15 +56,15 @@ class Memory:
 
     def out(self, name: str, warp: int) -> Region:
         """What a warp of ``compute`` writes of dK or dV, over K or V: 32 keys, half of the columns."""
-        columns = (self._config.tile_d if name == "k" else self._config.tile_dv) // 2
+        columns = (self._config.part_d if name == "k" else self._config.part_dv) // 2
         at = warp * WARP * columns * 2
         return self._region(name, f"d{name.upper()} of warp {warp}", at, (WARP, columns), 2)
 
-    def dq(self, buffer: int, warp: int) -> Region:
+    def dq(self, buffer: int, warp: int, lanes: int = WARP) -> Region:
         """What a warp of ``reduce`` writes of a part of dQ: groups of 4 columns, its lanes, 4."""
-        c = self._config
-        shape = (c.dq_columns // GROUP_NUMBERS, WARP, GROUP_NUMBERS)
-        at = (buffer * WARPS + warp) * c.dq_columns * WARP * 4
+        numbers = self._config.dq_floats // WARPS
+        shape = (numbers // lanes // GROUP_NUMBERS, lanes, GROUP_NUMBERS)
+        at = (buffer * WARPS + warp) * numbers * 4
         return self._region("dq", f"dQ[{buffer}] of warp {warp}", at, shape, 4)
 
 
@@ -109,6 +110,13 @@ class Free:
         arrive_at(self._barrier)
 
 
+class Told:
+    """An end of a signal that tells of what other kernels have a ring for."""
+
+    def __init__(self, end):
+        self.wait_and_advance, self.advance_unwaited = end.wait, end.skip
+
+
 class Nothing:
     """An end that this kind of kernel does not need."""
 
@@ -128,3 +136,22 @@ def panels_of(pieces, count: int) -> np.ndarray:
         mine = [pieces[(p * 2 + w) * WARPS + warp] for p in range(count) for w in (0, 1)]
         rows.append(np.concatenate(mine, 1))
     return np.concatenate(rows)
+
+
+def dq_of_sums(call) -> np.ndarray:
+    """What a machine's CTAs have added to dQ, (entries, heads, rows of all slots, padded head dim), as the next kernel reads it."""
+    c = call.config
+    dq = np.zeros((*call.lse.shape, c.tile_d), np.float32)
+    for (entry, head, slot, rank, part, warp), total in call.sums.items():
+        shape = total.values.shape  # groups of columns of a lane, lanes of the warp, 4
+        group, lane, number = np.meshgrid(*(np.arange(n) for n in shape), indexing="ij")
+        # Place in the block, in float32 numbers, and from it what a thread of the next kernel makes of it.
+        flat = (rank * c.dq_steps + part) * c.dq_floats
+        flat = flat + ((group * WARPS + warp) * shape[1] + lane) * GROUP_NUMBERS + number
+        half = c.tile_m * c.tile_d // 2
+        which, rest = np.divmod(flat, half)
+        its_group, rest = np.divmod(rest, ROWS * GROUP_NUMBERS)
+        thread, its_number = np.divmod(rest, GROUP_NUMBERS)
+        row, column = dq_place(c, which, thread, its_group, its_number)
+        dq[entry, head, slot * c.tile_m + row, column] += total.values
+    return dq

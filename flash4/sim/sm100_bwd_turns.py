@@ -18,6 +18,7 @@ from flash4.problem import AttentionProblem
 from flash4.sim.chips import B200, TensorMemoryChip
 from flash4.sim.sm100_bwd_clock import BULK_LATENCY, ROUND_TRIP, Costs, Shape, costs_of
 from flash4.sm100.bwd_config import FLOAT_BYTES, BackwardConfig
+from flash4.sm100.bwd_roles import BackwardRoles
 
 TOKENS, HEADS = 32_768, 16
 # (CTAs, causal, length): TFLOP/s of flash-attn-4's deterministic backward on a B200, head dim 128. One CTA: figure 8 of its
@@ -73,16 +74,20 @@ def cycles(schedule: KvTileSchedule, costs: Costs, handover: Handover | None) ->
     return max(*ends, *added)
 
 
-def speed(config: BackwardConfig, seqlen: int, chip: TensorMemoryChip) -> float:
+def speed(
+    config: BackwardConfig, seqlen: int, chip: TensorMemoryChip, roles: type = BackwardRoles
+) -> float:
     """TFLOP/s of a benchmark's call in the model, tiles shared out as they are before the launch."""
-    heads, workers = HEADS * TOKENS // seqlen, chip.sms // config.ctas
-    sizes = (TOKENS // seqlen, seqlen, seqlen, HEADS, HEADS, 128, 128)
+    heads, workers = HEADS * TOKENS // seqlen, chip.sms // config.team
+    sizes = (TOKENS // seqlen, seqlen, seqlen, HEADS, HEADS, config.tile_d, config.tile_dv)
     problem = AttentionProblem(torch.bfloat16, *sizes, config.causal, deterministic=config.ordered)
     section = backward_section(problem, config, chip.sms)
-    schedule, costs = schedule_of(config, seqlen, section, workers), costs_of(Shape(config), chip)
+    schedule = schedule_of(config, seqlen, section, workers)
+    costs = costs_of(Shape(config, roles), chip)
     handover = Handover.of(config, chip) if config.ordered else None
     microseconds = cycles(schedule, costs, handover) / chip.mma_mhz + chip.launch_us
-    flops = 2.5 * 4 * seqlen**2 / (2 if config.causal else 1) * heads * config.tile_d
+    pairs = seqlen**2 / (2 if config.causal else 1) * heads
+    flops = 2 * pairs * (3 * config.tile_d + 2 * config.tile_dv)
     return flops / microseconds / 1e6
 
 

@@ -33,7 +33,13 @@ from flash4.common.tma_views import (
     ragged_rows_view,
     ragged_store_view,
 )
-from flash4.sm100.bwd_config import DQ_STAGES, SMEM_LIMIT, STAT_STAGES, TILE_M, BackwardConfig
+from flash4.sm100.bwd_config import (
+    DQ_STAGES,
+    PANEL,
+    SMEM_LIMIT,
+    STAT_STAGES,
+    BackwardConfig,
+)
 from flash4.sm100.bwd_ends import (
     Bytes,
     ComputeEnds,
@@ -94,6 +100,8 @@ class Memory:
 class BackwardSm100:
     """One Blackwell backward kernel; see the module docstring for its pipeline."""
 
+    load_ops, mma_ops, compute_ops, reduce_ops = LoadOps, MmaOps, ComputeOps, ReduceOps
+
     def __init__(self, config: BackwardConfig):
         self.config = config
         self.graph = config.graph
@@ -147,9 +155,9 @@ class BackwardSm100:
         operands = self._operands(q, k, v, do, dk, dv)
         workers = grid.total
         if cutlass.const_expr(not c.varlen):
-            workers = cutlass.min(grid.total, numbers["workers"] // c.ctas)
+            workers = cutlass.min(grid.total, numbers["workers"] // self.config.team)
         self.kernel(operands, run_time, grid, section, (q.shape[1], k.shape[1])).launch(
-            grid=(workers * c.ctas, 1, 1),
+            grid=(workers * self.config.team, 1, 1),
             cluster=(c.ctas, 1, 1) if c.ctas > 1 else None,
             block=(self.graph.threads, 1, 1),
             stream=stream,
@@ -192,18 +200,19 @@ class BackwardSm100:
             return Operand(*cpasync.make_tiled_tma_atom(save, view, one, (ROWS, width)))
 
         rows, columns = [1, 3, 2, 0], [3, 1, 2, 0]
-        s_d, s_dv = (c.tile_n, TILE_M, c.tile_d), (c.tile_n, TILE_M, c.tile_dv)
+        s_d, s_dv = (c.tile_n, c.tile_m, c.tile_d), (c.tile_n, c.tile_m, c.tile_dv)
+        s_v = (c.tile_n, c.tile_m, c.part_dv)
         found = {
             "k": operand(make_a, k, rows, "k", s_d, mma_s),
-            "v": operand(make_a, v, rows, "v", s_dv, mma_s),
+            "v": operand(make_a, v, rows, "v", s_v, mma_s),
             "q": operand(make_b, q, rows, "q", s_d, mma_s),
             "do": operand(make_b, do, rows, "do", s_dv, mma_s),
-            "dk": result(dk, "dk", c.tile_d),
-            "dv": result(dv, "dv", c.tile_dv),
+            "dk": result(dk, "dk", c.part_d),
+            "dv": result(dv, "dv", c.part_dv),
         }
         if c.ctas > 1:
-            of_dq = (TILE_M, c.tile_d, c.tile_n)
-            of_dk, of_dv = (c.tile_n, c.tile_d, TILE_M), (c.tile_n, c.tile_dv, TILE_M)
+            of_dq = (c.tile_m, c.tile_d, c.tile_n)
+            of_dk, of_dv = (c.tile_n, c.tile_d, c.tile_m), (c.tile_n, c.tile_dv, c.tile_m)
             found |= {
                 "kt": operand(make_b, k, columns, "kt", of_dq, mma_dq),
                 "qt": operand(make_b, q, columns, "qt", of_dk, mma_dk),
@@ -230,7 +239,7 @@ class BackwardSm100:
         if cutlass.const_expr(c.varlen):
             if warp == FINDING_WARP:
                 number, _, _ = cute.arch.block_idx()
-                self._tiles(*tiles).find(thread, number)
+                self._tiles(*tiles).find(thread, number // self.config.team)
             cute.arch.sync_threads()
         compute, reduce, mma = (graph.role(name) for name in ("compute", "reduce", "mma"))
         if warp >= mma.warps.start:
@@ -265,7 +274,6 @@ class BackwardSm100:
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         visits = self.config.blocks(run_time.left, run_time.right)
-        ctas = self.config.ctas
         if self.config.varlen:
             words = cute.recast_ptr(memory.base["tile"], dtype=Int32)
             words = cute.make_tensor(words, cute.make_layout(TILE_WORDS))
@@ -273,13 +281,22 @@ class BackwardSm100:
             return OneTile(
                 SequenceSchedule(visits, grid, *sides, section, self.config.least_heads), words
             )
-        return KvTileSchedule(visits, grid, section, block // ctas, blocks // ctas, *seqlens)
+        return KvTileSchedule(
+            visits, grid, section, block // self.config.team, blocks // self.config.team, *seqlens
+        )
 
     def _rank(self):
         """Rank of this CTA in its pair; 0 of one that works alone."""
         if self.config.ctas == 1:
             return 0
         return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+
+    def _split(self):
+        """Which part of the columns of dQ, dK and dV this CTA has."""
+        if self.config.splits == 1:
+            return 0
+        block, _, _ = cute.arch.block_idx()
+        return cute.arch.make_warp_uniform(block % self.config.splits)
 
     def _allocate(self, warp):
         """Shared memory, barriers and tensor memory; all threads meet here."""
@@ -363,12 +380,16 @@ class BackwardSm100:
             freed = Raise(memory.empty[name], UMMA, self.config.ctas)
         return kind(ring, memory.full[name], freed)
 
+    def _more_ends(self, memory, role):
+        """Ends of a role that other kernels do not have."""
+        return {}
+
     def _run_load(self, memory, tiles, operands, run_time):
         c, rank = self.config, self._rank()
         every = ("k", "v", "q", "do", "kt", "qt", "dot")
         names = [name for name in every if getattr(operands, name) is not None]
-        layout = cute.make_layout((TILE_M, 2, STAT_STAGES))
-        ops = LoadOps(
+        layout = cute.make_layout((c.tile_m, 2, STAT_STAGES))
+        ops = self.load_ops(
             c, tiles, operands, run_time.entry_rows, run_time.lse, run_time.delta, rank,
             self._smem(memory, names), self._floats(memory, "stat", layout),
         )  # fmt: skip
@@ -385,9 +406,9 @@ class BackwardSm100:
     def _run_mma(self, memory, tiles):
         c = self.config
         memory.tmem.wait_for_alloc()
-        names = ["k", "v", "q", "do", "qt", "dot", "ds", "kt"] + (["dst"] if c.ctas == 1 else [])
+        names = [name for name in smem_layouts(c) if name not in ("p", "dk", "dv")]
         pointer = memory.tmem.retrieve_ptr(Float32)
-        ops = MmaOps(
+        ops = self.mma_ops(
             c, self.graph.tmem, smem_layouts(c)["p"].outer, pointer, self._smem(memory, names, 2)
         )
         posts = {name: self._raise(memory, name) for name in ("s", "dp", "dq", "dv", "dk")}
@@ -395,6 +416,7 @@ class BackwardSm100:
         waits = {name: self._wait(memory, name, "mma") for name in heard}
         rings = ("k", "v", "kt", "a", "b") if c.ctas > 1 else ("k", "v", "q", "do")
         ends = posts | waits | {name: self._ring(memory, name) for name in rings}
+        ends |= self._more_ends(memory, "mma")
         if c.ctas > 1:
             self._lead(ops, tiles, MmaEnds(**ends))
         else:
@@ -410,11 +432,11 @@ class BackwardSm100:
     def _panels(self, memory):
         """dS as ``compute`` writes it, (128 keys, 64 queries, panels), and the same without its swizzle, (numbers, panels)."""
         c = self.config
-        half, inner = TILE_M // 2, smem_layouts(c)["ds"].inner
-        layout = cute.make_layout((ROWS, half, c.panels), stride=(half, 1, ROWS * half))
+        inner = smem_layouts(c)["ds"].inner
+        layout = cute.make_layout((ROWS, PANEL, c.panels), stride=(PANEL, 1, ROWS * PANEL))
         pointer = cute.recast_ptr(memory.base["ds"], swizzle_=inner, dtype=element(c))
         flat = cute.recast_ptr(memory.base["ds"], dtype=element(c))
-        numbers = cute.make_layout((ROWS * half, c.panels))
+        numbers = cute.make_layout((ROWS * PANEL, c.panels))
         return cute.make_tensor(pointer, layout), cute.make_tensor(flat, numbers)
 
     def _run_relay(self, memory, tiles):
@@ -426,9 +448,9 @@ class BackwardSm100:
         c, pair = self.config, self.config.ctas > 1
         memory.tmem.wait_for_alloc()
         lanes = Lanes(memory.tmem.retrieve_ptr(Float32), thread % WARPGROUP)
-        statistics = cute.make_layout((VECTOR, TILE_M // VECTOR, 2, STAT_STAGES))
+        statistics = cute.make_layout((VECTOR, c.tile_m // VECTOR, 2, STAT_STAGES))
         results = self._smem(memory, ("dk", "dv"))
-        ops = ComputeOps(
+        ops = self.compute_ops(
             config=c,
             tmem=self.graph.tmem,
             tiles=tiles,
@@ -443,6 +465,7 @@ class BackwardSm100:
             rank=self._rank(),
             warp=warp,
             warpgroup=warp // (WARPGROUP // WARP),
+            split=self._split(),
         )
         ends = {name: self._wait(memory, name, "compute") for name in ("s", "dp", "dv", "dk")}
         ends |= {name: self._raise(memory, name) for name in ("p", "ds")}
@@ -455,6 +478,7 @@ class BackwardSm100:
             "k_free": Raise(memory.empty["k"], THREADS, 1),
             "meeting": Meeting(BARRIER_COMPUTE, threads),
         }
+        ends |= self._more_ends(memory, "compute")
         self.roles.compute(ops, tiles, ComputeEnds(**ends))
         cute.arch.barrier_arrive(barrier_id=BARRIER_FREE, number_of_threads=threads + WARPGROUP)
 
@@ -464,9 +488,9 @@ class BackwardSm100:
         memory.tmem.wait_for_alloc()
         pointer = memory.tmem.retrieve_ptr(Float32)
         parts = cute.make_layout((VECTOR, ROWS, c.dq_columns // VECTOR, DQ_STAGES))
-        ops = ReduceOps(
+        ops = self.reduce_ops(
             c, self.graph.tmem, tiles, run_time, Lanes(pointer, thread),
-            self._floats(memory, "dq", parts), self._rank(), warp,
+            self._floats(memory, "dq", parts), self._rank() + self._split(), warp,
         )  # fmt: skip
         ends = ReduceEnds(
             dq=self._wait(memory, "dq", "reduce"),

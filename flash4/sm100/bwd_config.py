@@ -14,10 +14,9 @@ TILE_BYTES = 128  # where a CTA's only tile lies, of sequences of different leng
 TILE_M = ROWS  # queries of a step: columns of S^T, and rows of dQ
 MAX_HEAD_DIM = 128
 PAIRED_DIM = 128  # halves of Q, dO and K are one group of columns under the swizzle
-Q_STAGES = 2  # of one CTA: dK reads Q of a step while S of the next is multiplied
-QUERIES = TILE_M // 2  # of a step, of a thread of compute
+PANEL = 64  # queries of a panel of dS
+Q_STAGES = 2
 STAT_STAGES = 2
-STAT_BYTES = 2 * TILE_M * FLOAT_BYTES  # LSE and D of a step's queries
 DQ_STAGES = 2  # of the way out of dQ
 DQ_COLUMNS = 32  # of dQ that leave at a time; half of it in a pair
 REGISTERS = (144, 144, 80)  # reduce, compute, the others: ptxas spills least with these
@@ -94,11 +93,47 @@ class BackwardConfig(ModFacts, BackwardLaunch):
 
     chained = True  # kernels are launched before the one before has ended
     negates = True  # statistics come as -LSE and -D, to be added
+    keeps_v = False  # V stays in shared memory
 
     @property
     def tile_m(self) -> int:
         """Queries per step."""
         return TILE_M
+
+    @property
+    def part_d(self) -> int:
+        """Columns of dQ and dK of a CTA, or pair."""
+        return self.tile_d // self.splits
+
+    @property
+    def part_dv(self) -> int:
+        """Columns of dV of a CTA, or pair."""
+        return self.tile_dv // self.splits
+
+    @property
+    def query_parts(self) -> int:
+        """Parts of a step's queries of which a thread of ``compute`` has 32 columns each."""
+        return self.tile_m // PANEL
+
+    @property
+    def queries(self) -> int:
+        """Queries of a step, of a thread of ``compute``."""
+        return self.tile_m // 2
+
+    @property
+    def q_stages(self) -> int:
+        """Slots of Q; of one CTA two: dK reads Q of a step while S of the next is multiplied."""
+        return Q_STAGES if self.ctas == 1 else 1
+
+    @property
+    def stat_bytes(self) -> int:
+        """Bytes of LSE and D of a step's queries."""
+        return 2 * self.tile_m * FLOAT_BYTES
+
+    @property
+    def tmem(self) -> TmemMap:
+        """Map of tensor memory."""
+        return TmemMap(self.tile_d, self.tile_dv, self.ctas)
 
     @property
     def tile_n(self) -> int:
@@ -138,17 +173,17 @@ class BackwardConfig(ModFacts, BackwardLaunch):
     @property
     def q_bytes(self) -> int:
         """Bytes of a CTA's part of a step's queries."""
-        return TILE_M * self.tile_d * ELEMENT_BYTES // self.ctas
+        return self.tile_m * self.tile_d * ELEMENT_BYTES // self.ctas
 
     @property
     def do_bytes(self) -> int:
         """Bytes of a CTA's part of a step's gradients of out."""
-        return TILE_M * self.tile_dv * ELEMENT_BYTES // self.ctas
+        return self.tile_m * self.tile_dv * ELEMENT_BYTES // self.ctas
 
     @property
     def panel_bytes(self) -> int:
         """Bytes of dS of 64 queries and a CTA's keys."""
-        return ROWS * TILE_M // 2 * ELEMENT_BYTES
+        return ROWS * PANEL * ELEMENT_BYTES
 
     @property
     def panels(self) -> int:
@@ -181,12 +216,12 @@ class BackwardConfig(ModFacts, BackwardLaunch):
         """Queries of a step whose scores a thread of ``compute`` works on at a time: all, unless registers would spill."""
         changed, crowded = self.alibi or self.softcap, self.wide and (self.varlen or self.has_mods)
         if self.aux or changed and self.has_mods:
-            return QUERIES // 8 if crowded else QUERIES // 4
+            return self.queries // 8 if crowded else self.queries // 4
         if self.alibi and self.softcap:
-            return QUERIES // 4 if crowded else QUERIES // 2
+            return self.queries // 4 if crowded else self.queries // 2
         if self.score_mod or crowded and (self.alibi or self.mask_mod):
-            return QUERIES // 2
-        return QUERIES
+            return self.queries // 2
+        return self.queries
 
     @property
     def fits(self) -> bool:
@@ -222,11 +257,11 @@ class BackwardConfig(ModFacts, BackwardLaunch):
             q, do = self.q_bytes, self.do_bytes
             sizes |= {"kt": self.k_bytes, "q": q, "qt": q, "do": do, "dot": do}
         else:
-            sizes |= {"q": Q_STAGES * self.q_bytes, "do": self.do_bytes}
+            sizes |= {"q": self.q_stages * self.q_bytes, "do": self.do_bytes}
         sizes |= {
             "ds": self.panels * self.panel_bytes,
             "dq": DQ_STAGES * self.dq_floats * FLOAT_BYTES,
-            "stat": STAT_STAGES * STAT_BYTES,
+            "stat": STAT_STAGES * self.stat_bytes,
         }
         if self.varlen:
             sizes["tile"] = TILE_BYTES
@@ -235,7 +270,7 @@ class BackwardConfig(ModFacts, BackwardLaunch):
             rings=rings,
             signals=self._pair_signals(**roles) if pair else self._signals(**roles),
             buffers=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items()),
-            tmem=TmemMap(self.tile_d, self.tile_dv, self.ctas),
+            tmem=self.tmem,
             ctas=self.ctas,
         )
 
@@ -245,10 +280,15 @@ class BackwardConfig(ModFacts, BackwardLaunch):
         return (
             Ring("k", mma, 1, self.k_bytes, freed_by=compute),
             Ring("v", mma, 1, self.v_bytes, covered_by=("k empty", "dk")),
-            Ring("q", mma, Q_STAGES, self.q_bytes, freed_by=UMMA),
+            Ring("q", mma, self.q_stages, self.q_bytes, freed_by=UMMA),
             Ring("do", mma, 1, self.do_bytes, freed_by=UMMA),
             Ring(
-                "stat", compute, STAT_STAGES, STAT_BYTES, covered_by=("q empty", "ds"), shared=False
+                "stat",
+                compute,
+                STAT_STAGES,
+                self.stat_bytes,
+                covered_by=("q empty", "ds"),
+                shared=False,
             ),
         )
 
@@ -263,7 +303,7 @@ class BackwardConfig(ModFacts, BackwardLaunch):
             Ring("a", mma, 1, q_bytes, covered_by=("s", "k empty", "dk")),
             Ring("b", mma, 1, q_bytes, covered_by=("dp", "k empty", "dk")),
             Ring(
-                "stat", compute, STAT_STAGES, STAT_BYTES,
+                "stat", compute, STAT_STAGES, self.stat_bytes,
                 covered_by=("dp", "dst", "k empty"), shared=False,
             ),
         )  # fmt: skip

@@ -136,6 +136,14 @@ class Wait(Turns):
         return Slot(0, self.turn >> NEVER)
 
 
+class Told(Wait):
+    """One that tells of what other kernels have a ring for."""
+
+    def wait_and_advance(self):
+        """Wait for the phase."""
+        return self.wait()
+
+
 class Bytes(Wait):
     """A signal that its waiter arms, and that bytes of a copy from the peer complete."""
 
@@ -256,6 +264,9 @@ class ComputeEnds:
     dk: Wait
     k_free: Raise
     meeting: Meeting
+    v: object = None
+    v_free: object = None
+    vt: object = None
 
 
 @dataclass(frozen=True)

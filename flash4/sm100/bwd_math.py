@@ -16,11 +16,10 @@ from flash4.common.fragments import GROUP_NUMBERS
 from flash4.common.geometry import choose, imax, imin
 from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LOG2E
-from flash4.sm100.bwd_config import DQ_STAGES, FLOAT_BYTES, QUERIES, TILE_M
+from flash4.sm100.bwd_config import DQ_STAGES, FLOAT_BYTES
 from flash4.sm100.bwd_graph import CHUNK, ROWS
 from flash4.sm100.bwd_ops import Operand, element
 
-PARTS = 2  # halves of a step's queries, of which a thread has 32 columns
 PIECE = 8  # 16-bit elements that a thread stores to shared memory at a time, and scores that it works on
 VECTOR = 4  # float32 that a thread loads from shared memory at a time
 
@@ -167,13 +166,14 @@ class ComputeOps:
     lanes: Lanes
     sStat: cute.Tensor  # (4, 32, 2, slots) float32: four queries, which four, -LSE or -D
     sPanels: cute.Tensor  # (128 keys, 64 queries, panels), 16 bit
-    sDK: cute.Tensor  # (128, tile_d, 1)
-    sDV: cute.Tensor  # (128, tile_dv, 1)
+    sDK: cute.Tensor  # (128, part_d, 1)
+    sDV: cute.Tensor  # (128, part_dv, 1)
     dk_out: Operand  # (S, D, heads_kv, B); of packed keys a ragged view instead of B
     dv_out: Operand
     rank: object  # of the CTA
     warp: object  # in the role
     warpgroup: object  # in the role
+    split: object = 0  # which part of the columns of dK and dV the CTA has
 
     def phases(self, tile):
         """See ``KvSteps.phases``."""
@@ -202,8 +202,8 @@ class ComputeOps:
 
     def load_s(self):
         """S^T of this thread in registers."""
-        scores = cute.make_rmem_tensor(PARTS * CHUNK, Float32)
-        for part in range(PARTS):
+        scores = cute.make_rmem_tensor(self.config.query_parts * CHUNK, Float32)
+        for part in range(self.config.query_parts):
             column = self.tmem.s() + self.tmem.loaded(self.warpgroup, part)
             self.lanes.load(scores, part * CHUNK, column, CHUNK)
         cute.arch.fence_view_async_tmem_load()
@@ -216,12 +216,12 @@ class ComputeOps:
             (what dS takes: P^T, times the slope of a cap, over the scores, or with a score_mod S^T as it is; P^T in 16 bit).
         """
         c = self.config
-        probs = cute.make_rmem_tensor(PARTS * CHUNK, element(c))
+        probs = cute.make_rmem_tensor(c.queries, element(c))
         weights = Weights(scores, tile, phase.masked, place)
-        if c.run < QUERIES:
+        if c.run < c.queries:
             self._softmax_by_runs(tile, place, scores, slot, phase.masked)
             return weights, probs
-        for part in range(PARTS):
+        for part in range(c.query_parts):
             run = self._run(tile, place, self.tmem.loaded(self.warpgroup, part), phase.masked)
             for column in range(0, CHUNK, PIECE):
                 at = part * CHUNK + column
@@ -233,7 +233,7 @@ class ComputeOps:
     def _softmax_by_runs(self, tile, place, scores, slot, masked: cutlass.Constexpr):
         """A run of queries at a time, all by the same code: what a whole step would take in registers does not fit."""
         c = self.config
-        for number in cutlass.range(QUERIES // c.run, unroll=1):
+        for number in cutlass.range(c.queries // c.run, unroll=1):
             which = numerics.opaque(number)
             run = self._run(tile, place, self._offset_of(which), masked)
             piece = chosen(scores, which, c.run)
@@ -346,7 +346,7 @@ class ComputeOps:
         c, seen, bias = self.config, None, None
         if place is None:
             return Run(offset, None, None, None)
-        first, key = place.block * TILE_M + offset, self._key(tile)
+        first, key = place.block * c.tile_m + offset, self._key(tile)
         blocks, lengths = self.tiles.blocks, self.tiles.lengths(tile)
         if masked:
             seen = ~numerics.low_bits(blocks.query_begin(key, *lengths) - first)
@@ -361,7 +361,7 @@ class ComputeOps:
 
     def store_p(self, probs):
         """P^T over S^T that this warpgroup has read; run by run it is there already."""
-        if self.config.run == QUERIES:
+        if self.config.run == self.config.queries:
             self._store_packed(probs, self.tmem.s())
 
     def _store_packed(self, values, column, part=0):
@@ -376,7 +376,7 @@ class ComputeOps:
         A tile of sequences of different lengths that nobody sees has somebody's D, which may be NaN: its dS is 0.
         """
         c = self.config
-        grads = cute.make_rmem_tensor(PARTS * CHUNK, element(c))
+        grads = cute.make_rmem_tensor(c.queries, element(c))
         if c.score_mod:
             self._grad_by_runs(weights, slot, weights.masked)
             words = cute.recast_tensor(grads, Float32)
@@ -384,7 +384,7 @@ class ComputeOps:
                 run, j = divmod(at, c.run // 2)
                 words[at] = weights.values[run * c.run + j]
         else:
-            for part in range(PARTS):
+            for part in range(c.query_parts):
                 run = Run(self.tmem.loaded(self.warpgroup, part), None, None, None)
                 mine, rounded = (some(x, part * CHUNK, CHUNK) for x in (weights.values, grads))
                 self._grad_of(mine, rounded, (None, run, 0), slot)
@@ -399,7 +399,7 @@ class ComputeOps:
     def _grad_by_runs(self, weights, slot, masked: cutlass.Constexpr):
         """As ``_softmax_by_runs``; a run's dS, two to a register, over the first half of its products."""
         c = self.config
-        for number in cutlass.range(QUERIES // c.run, unroll=1):
+        for number in cutlass.range(c.queries // c.run, unroll=1):
             which = numerics.opaque(number)
             run = self._run(weights.tile, weights.place, self._offset_of(which), masked)
             piece = chosen(weights.values, which, c.run)
@@ -448,7 +448,7 @@ class ComputeOps:
         """dS to shared memory, by panels of 64 queries; in a pair the peer's into the one that is sent."""
         # Opaque: ptxas would keep the swizzled addresses of all pieces of the row in registers around the loop.
         thread = numerics.opaque(self.lanes.thread)
-        for part in range(PARTS):
+        for part in range(self.config.query_parts):
             panel = part
             if self.config.ctas > 1:  # of the leader 0 and 2, of the peer 2 and 1
                 panel = 2 * self.rank if part == 0 else 2 - self.rank
@@ -481,11 +481,11 @@ class ComputeOps:
 
     def stage_dv(self):
         """dV to shared memory, over V."""
-        self._stage(self.tmem.dv(), self.sDV, self.config.tile_dv, None)
+        self._stage(self.tmem.dv(), self.sDV, self.config.part_dv, None)
 
     def stage_dk(self):
         """dK, scaled, over K."""
-        self._stage(self.tmem.dk(), self.sDK, self.config.tile_d, self.run_time.scale)
+        self._stage(self.tmem.dk(), self.sDK, self.config.part_d, self.run_time.scale)
 
     def send_dv(self, tile):
         """Start the store of dV; rows past the sequence are clipped."""
@@ -506,7 +506,7 @@ class ComputeOps:
             else:
                 mX = operand.tensor[None, None, tile.head_kv, where.entry_k]
             block = tile.n_block * self.config.ctas + self.rank
-            gX = cute.local_tile(mX, (ROWS, cute.size(sX, mode=[1])), (block, 0))
+            gX = cute.local_tile(mX, (ROWS, cute.size(sX, mode=[1])), (block, self.split))
             tXsX, tXgX = cpasync.tma_partition(
                 operand.atom,
                 0,
@@ -536,7 +536,7 @@ class ReduceOps:
     run_time: RunTime
     lanes: Lanes
     sDQ: cute.Tensor  # (4, 128 lanes, dq_columns / 4, stages) float32
-    rank: object  # of the CTA
+    rank: object  # of the CTA, or which part of the columns it has
     warp: object  # in the role
 
     @property

@@ -14,7 +14,7 @@ from cutlass.experimental import primitives
 from cutlass.tensor_utils import LayoutEnum
 
 from flash4.common.tma_views import ragged_rows
-from flash4.sm100.bwd_config import FLOAT_BYTES, Q_STAGES, STAT_BYTES, TILE_M, BackwardConfig
+from flash4.sm100.bwd_config import FLOAT_BYTES, TILE_M, BackwardConfig
 from flash4.sm100.bwd_graph import ROWS, SLICE
 
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
@@ -30,7 +30,8 @@ def cta_group(c: BackwardConfig):
     return tcgen05.CtaGroup.TWO if c.ctas > 1 else tcgen05.CtaGroup.ONE
 
 
-def _make_mma(c, majors, shape, source=tcgen05.OperandSource.SMEM):
+def make_mma(c, majors, shape, source=tcgen05.OperandSource.SMEM):
+    """Tiled MMA of a config's elements, with float32 accumulators."""
     return blackwell.make_trivial_tiled_mma(
         element(c), element(c), *majors, Float32, cta_group(c), shape, source
     )
@@ -38,24 +39,24 @@ def _make_mma(c, majors, shape, source=tcgen05.OperandSource.SMEM):
 
 def make_mma_s(c: BackwardConfig):
     """Tiled MMA of S^T = K Q^T and dP^T = V dO^T. Made where it is used, as all: then its descriptor is a literal."""
-    return _make_mma(c, (K_MAJOR, K_MAJOR), (ROWS * c.ctas, TILE_M))
+    return make_mma(c, (K_MAJOR, K_MAJOR), (ROWS * c.ctas, c.tile_m))
 
 
 def make_mma_dv(c: BackwardConfig):
     """Tiled MMA of dV += P^T dO, P from tensor memory."""
-    shape = (ROWS * c.ctas, c.tile_dv)
-    return _make_mma(c, (K_MAJOR, MN_MAJOR), shape, tcgen05.OperandSource.TMEM)
+    shape = (ROWS * c.ctas, c.part_dv)
+    return make_mma(c, (K_MAJOR, MN_MAJOR), shape, tcgen05.OperandSource.TMEM)
 
 
 def make_mma_dk(c: BackwardConfig):
     """Tiled MMA of dK += dS^T Q: dS from shared memory, in a pair from tensor memory."""
     source = tcgen05.OperandSource.SMEM if c.ctas == 1 else tcgen05.OperandSource.TMEM
-    return _make_mma(c, (K_MAJOR, MN_MAJOR), (ROWS * c.ctas, c.tile_d), source)
+    return make_mma(c, (K_MAJOR, MN_MAJOR), (ROWS * c.ctas, c.part_d), source)
 
 
 def make_mma_dq(c: BackwardConfig):
     """Tiled MMA of dQ = dS K: 128 rows in a pair too."""
-    return _make_mma(c, (MN_MAJOR, MN_MAJOR), (TILE_M, c.tile_d))
+    return make_mma(c, (MN_MAJOR, MN_MAJOR), (TILE_M, c.tile_d))
 
 
 def smem_layouts(c: BackwardConfig, stages: int | None = None) -> dict:
@@ -66,24 +67,57 @@ def smem_layouts(c: BackwardConfig, stages: int | None = None) -> dict:
         stages: slots; as many as there are by default. Two for an index that is 0 where the compiler cannot know it.
     """
     dtype, rows = element(c), ROWS * c.ctas
-    s, dv, dk, dq = make_mma_s(c), make_mma_dv(c), make_mma_dk(c), make_mma_dq(c)
-    one, of_q = stages or 1, stages or (Q_STAGES if c.ctas == 1 else 1)
+    s, dv, dk, queries = make_mma_s(c), make_mma_dv(c), make_mma_dk(c), c.tile_m
+    one, of_q = stages or 1, stages or c.q_stages
     a, b = blackwell.make_smem_layout_a, blackwell.make_smem_layout_b
     found = {
-        "k": a(s, (rows, TILE_M, c.tile_d), dtype, one),
-        "v": a(s, (rows, TILE_M, c.tile_dv), dtype, one),
-        "q": b(s, (rows, TILE_M, c.tile_d), dtype, of_q),
-        "do": b(s, (rows, TILE_M, c.tile_dv), dtype, one),
-        "qt": b(dk, (rows, c.tile_d, TILE_M), dtype, of_q),
-        "dot": b(dv, (rows, c.tile_dv, TILE_M), dtype, one),
-        "ds": a(dq, (TILE_M, c.tile_d, rows), dtype, one),
-        "kt": b(dq, (TILE_M, c.tile_d, rows), dtype, one),
-        "p": a(dv, (rows, c.tile_dv, TILE_M), dtype, 1),
+        "k": a(s, (rows, queries, c.tile_d), dtype, one),
+        "v": a(s, (rows, queries, c.part_dv), dtype, one),
+        "q": b(s, (rows, queries, c.tile_d), dtype, of_q),
+        "do": b(s, (rows, queries, c.tile_dv), dtype, one),
+        "qt": b(dk, (rows, c.part_d, queries), dtype, of_q),
+        "dot": b(dv, (rows, c.part_dv, queries), dtype, one),
+        "p": a(dv, (rows, c.part_dv, queries), dtype, 1),
     }
     if c.ctas == 1:
-        found["dst"] = a(dk, (rows, c.tile_d, TILE_M), dtype, one)
-    for name, width in (("dk", c.tile_d), ("dv", c.tile_dv)):
+        found["dst"] = a(dk, (rows, c.part_d, queries), dtype, one)
+    if c.splits > 1:  # a part of the columns of a slot
+        found["qt"] = _spaced(found["qt"], c.tile_d * queries)
+    for name, width in (("dk", c.part_d), ("dv", c.part_dv)):
         found[name] = blackwell.make_smem_layout_epi(dtype, LayoutEnum.ROW_MAJOR, (ROWS, width), 1)
+    return found | dq_layouts(c, dtype, one)
+
+
+def _spaced(layout, numbers: int):
+    """The same layout with slots so many numbers apart."""
+    outer = layout.outer
+    outer = cute.make_layout(outer.shape, stride=(*outer.stride[:3], numbers))
+    return cute.make_composed_layout(layout.inner, 0, outer)
+
+
+def dq_layouts(c: BackwardConfig, dtype, stages: int) -> dict:
+    """The same of dQ's operands alone."""
+    if c.dq_turned:
+        return turned_layouts(c, dtype, stages)
+    mma, shape = make_mma_dq(c), (TILE_M, c.tile_d, ROWS * c.ctas)
+    return {
+        "ds": blackwell.make_smem_layout_a(mma, shape, dtype, stages),
+        "kt": blackwell.make_smem_layout_b(mma, shape, dtype, stages),
+    }
+
+
+def make_mma_dq_turned(c: BackwardConfig, rows: int):
+    """Tiled MMA of dQ^T = K^T dS^T, of 128 or 64 head dims."""
+    return make_mma(c, (MN_MAJOR, MN_MAJOR), (rows, c.tile_m))
+
+
+def turned_layouts(c: BackwardConfig, dtype, stages: int) -> dict:
+    """Layouts of the operands of dQ^T: of dS, and of K for each product."""
+    found = {}
+    for i, (_, rows) in enumerate(c.dq_accumulators):
+        mma, shape = make_mma_dq_turned(c, rows), (rows, c.tile_m, ROWS)
+        found[f"kt{i}"] = blackwell.make_smem_layout_a(mma, shape, dtype, stages)
+        found["ds"] = blackwell.make_smem_layout_b(mma, shape, dtype, stages)
     return found
 
 
@@ -149,7 +183,7 @@ class LoadOps:
     @property
     def stat_bytes(self):
         """Bytes of LSE and D of a step."""
-        return STAT_BYTES
+        return self.config.stat_bytes
 
     def load_k(self, tile, slot):
         """Fill the slot with the tile's keys, in a pair this CTA's half; rows past the sequence become zero."""
@@ -159,7 +193,7 @@ class LoadOps:
         """The same of values."""
         self._load_keys("v", self.config.tile_dv, tile, slot)
 
-    def _load_keys(self, name, width, tile, slot):
+    def _load_keys(self, name, width, tile, slot, column=0):
         c, operand, where = self.config, getattr(self.operands, name), self.tiles.where(tile)
         if c.ragged_k:
             begin = where.row_k if c.cu_k else where.entry_k * self.entry_rows[name]
@@ -167,7 +201,7 @@ class LoadOps:
             mX = ragged_rows(operand.tensor, tile.head_kv, begin, rows)
         else:
             mX = operand.tensor[None, None, tile.head_kv, where.entry_k]
-        gX = cute.local_tile(mX, (c.tile_n, width), (tile.n_block, 0))
+        gX = cute.local_tile(mX, (c.tile_n, width), (tile.n_block, column))
         part = make_mma_s(c).get_slice(self.rank).partition_A(gX)
         self._load(name, operand, part, slot)
 
@@ -195,7 +229,7 @@ class LoadOps:
             mX = ragged_rows(operand.tensor, head, begin, self.tiles.lengths(tile)[0])
         else:
             mX = operand.tensor[None, None, head, where.entry_q]
-        gX = cute.local_tile(mX, (TILE_M, width), (block, 0))
+        gX = cute.local_tile(mX, (self.config.tile_m, width), (block, 0))
         part = make_mma_s(self.config).get_slice(self.rank).partition_B(gX)
         self._load(name, operand, part, slot)
 
@@ -225,13 +259,14 @@ class LoadOps:
     def load_stat(self, tile, i, slot):
         """-LSE and -D of the queries of step ``i``."""
         (block, head), where = self.tiles.place(tile, i), self.tiles.where(tile)
+        queries = self.config.tile_m
         with cute.arch.elect_one():
             for which, mX in enumerate((self.mLSE, self.mD)):
                 slot_of_block = where.slot_q + block
-                source = mX[where.entry_q, head, None].iterator + slot_of_block * TILE_M
+                source = mX[where.entry_q, head, None].iterator + slot_of_block * queries
                 target = self.sStat[None, which, slot.index].iterator
                 primitives.cp_async_bulk_shared_cluster_global(
-                    target, source, slot.barrier, TILE_M * FLOAT_BYTES
+                    target, source, slot.barrier, queries * FLOAT_BYTES
                 )
 
 
@@ -264,7 +299,7 @@ class MmaOps:
 
     def _scores(self, keys, queries, column, slot):
         c, mma = self.config, make_mma_s(self.config)
-        acc = self._accumulator(mma, (c.tile_n, TILE_M), column)
+        acc = self._accumulator(mma, (c.tile_n, c.tile_m), column)
         a = mma.make_fragment_A(self.smem[keys])[None, None, None, slot.at >> 8]
         b = mma.make_fragment_B(self.smem[queries])[None, None, None, slot.at]
         self._multiply(mma, acc, a, b, False)
@@ -273,27 +308,32 @@ class MmaOps:
         """Issue dV (+)= P^T dO."""
         column = self.tmem.dv()
         mma = make_mma_dv(self.config)
-        acc = self._accumulator(mma, (self.config.tile_n, self.config.tile_dv), column)
-        self._from_tmem(mma, acc, self.tmem.s(), "dot", slot, accumulate)
+        acc = self._accumulator(mma, (self.config.tile_n, self.config.part_dv), column)
+        self._from_tmem(mma, acc, self._slices(self.tmem.s()), "dot", slot, accumulate)
 
     def dk(self, slot, accumulate):
         """Issue dK (+)= dS^T Q; of one CTA from the dS that dQ reads, as an operand of the other major."""
         c, mma = self.config, make_mma_dk(self.config)
-        acc = self._accumulator(mma, (c.tile_n, c.tile_d), self.tmem.dk())
+        acc = self._accumulator(mma, (c.tile_n, c.part_d), self.tmem.dk())
         if c.ctas > 1:
-            self._from_tmem(mma, acc, self.tmem.dp(), "qt", slot, accumulate)
+            self._from_tmem(mma, acc, self._slices(self.tmem.dp()), "qt", slot, accumulate)
             return
         a = mma.make_fragment_A(self.smem["dst"])[None, None, None, slot.at >> 8]
         b = mma.make_fragment_B(self.smem["qt"])[None, None, None, slot.at]
         self._multiply(mma, acc, a, b, accumulate)
 
-    def _from_tmem(self, mma, acc, column, name, slot, accumulate):
-        """A in tensor memory, each slice of 16 queries at its own place."""
+    def _slices(self, column):
+        """Columns of slices of 16 queries of P or dS."""
+        slices = range(self.config.tile_m // SLICE)
+        return [column + self.tmem.slice_of(k) for k in slices]
+
+    def _from_tmem(self, mma, acc, columns, name, slot, accumulate):
+        """A in tensor memory, each slice of 16 columns of it at its own place."""
         shaped = mma.make_fragment_A(cute.make_tensor(self.pointer, self.p_layout))
         layout = shaped[None, None, 0, 0].layout
         b = mma.make_fragment_B(self.smem[name])[None, None, None, slot.at]
-        for k in range(TILE_M // SLICE):
-            at = self.pointer + (column + self.tmem.slice_of(k))
+        for k, column in enumerate(columns):
+            at = self.pointer + column
             a = cute.make_tensor(cute.recast_ptr(at, dtype=element(self.config)), layout)
             mma.set(tcgen05.Field.ACCUMULATE, True if k else accumulate)
             cute.gemm(mma, acc, a, b[None, None, k], acc)

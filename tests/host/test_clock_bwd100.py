@@ -16,6 +16,9 @@ from flash4.sim.sm100_bwd_turns import (
     speed,
 )
 from flash4.sm100.bwd_config import BackwardConfig
+from flash4.sm100.bwd_roles import BackwardRoles
+from flash4.sm100.bwd_wide_config import WideBackwardConfig
+from flash4.sm100.bwd_wide_roles import KeptRoles
 
 
 @pytest.mark.parametrize("call", SPEEDS)
@@ -57,6 +60,30 @@ def test_turns_cost_what_they_must():
     first = cycles(behind, costs, Handover(0.0, 0.0))
     trailing = cycles(behind, costs, Handover(0.0, 900.0)) - first
     assert 7 * 900 <= trailing <= 9 * 900, "each tile trails the one before by an addition, once"
+
+
+WIDE = {
+    (192, 128): (WideBackwardConfig(True, 192, 128, False), BackwardRoles, 1.16),
+    (256, 256): (WideBackwardConfig(True, 256, 256, False, splits=2), KeptRoles, 1.35),
+}
+
+
+@pytest.mark.parametrize("dims", WIDE)
+def test_wide_steps_are_near_their_bound(dims):
+    """Shared memory's, without loads. A CTA's step, of which all CTAs of a tile have one."""
+    config, roles, most = WIDE[dims]
+    bound = config.bounds()["shared memory"] / config.splits
+    assert bound <= costs_of(Shape(config, roles), B200).step <= most * bound
+
+
+def test_ctas_of_a_tile_are_counted_in_the_model():
+    """Dense tiles at 8k: 128 steps each, 74 tiles at a time of the 4096 that there are."""
+    config, roles, _ = WIDE[256, 256]
+    costs = costs_of(Shape(config, roles), B200)
+    flops = 2.5 * 4 * 8192**2 * 64 * 256
+    waves, steps = -(-4096 // 74), 128
+    microseconds = waves * (costs.tile + steps * costs.step) / B200.mma_mhz + B200.launch_us
+    assert speed(config, 8192, B200, roles) == pytest.approx(flops / microseconds / 1e6, rel=1e-3)
 
 
 @pytest.mark.parametrize("ctas", [1, 2])

@@ -26,6 +26,7 @@ from flash4.sim.sm100_bwd import check_limits
 from flash4.sm100.bwd import BackwardSm100
 from flash4.sm100.bwd_config import SMEM_LIMIT, BackwardConfig, can_implement, choose_config
 from flash4.sm100.bwd_graph import SLICE, TmemMap
+from flash4.sm100.bwd_wide_config import WideBackwardConfig
 from tests import strategies
 from tests.host.sass_loops import loops
 
@@ -33,7 +34,10 @@ LIMITS = Path(__file__).with_name("bwd100_limits.json")
 LOOPS = ("mma", "compute", "masked compute", "reduce", "load")
 SLACK = 1.01  # of the instruction counts
 WORKERS = 2
-KERNEL = "flash4.sm100.bwd:BackwardSm100"
+KERNELS = {
+    BackwardConfig: "flash4.sm100.bwd:BackwardSm100",
+    WideBackwardConfig: "flash4.sm100.bwd_wide:WideBackwardSm100",
+}
 
 
 def problem(head_dim, head_dim_v, causal=False, bf16=True, **facts):
@@ -144,10 +148,13 @@ def loops_of(sass: str, config: BackwardConfig):
     """Name -> loop of each role's steps, the shortest that has what makes it that."""
     inner = loops(sass)
     exponentials = config.run * (2 if config.score_mod else 1)  # P is made twice
+    stores = config.queries // 8
     compute = [
         x
         for x in inner
-        if x.count("MUFU.EX2") >= exponentials and x.count("STTM") and x.count("STTM", "STS") > 8
+        if x.count("MUFU.EX2") >= exponentials
+        and x.count("STTM")
+        and x.count("STTM", "STS") > stores
     ][:3]
     plain = min(compute, key=lambda x: x.count())
     return {
@@ -165,6 +172,7 @@ def features(sass: str, config: BackwardConfig) -> dict[str, int]:
     counts = {
         "registers": found.registers,
         "spills": found.spill_loads + found.spill_stores,
+        "stores": found.spill_stores,
         "loop spills": sum(x.count("LDL", "STL") for x in inner.values()),
         "mmas": found.tcgen05,
         "kernel": found.instructions,
@@ -200,10 +208,10 @@ def compile_one(case: tuple[BackwardConfig, str]) -> dict[str, int]:
     """Compile a config and count; runs in a worker process. The compiler must have nothing to warn of."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("error")
-        jit_compile.compile_kernel(KERNEL, *case, folder)
+        jit_compile.compile_kernel(KERNELS[type(case[0])], *case, folder)
         (cubin,), (ptx,) = (list(Path(folder).glob(f"*.{kind}")) for kind in ("cubin", "ptx"))
         numbers = {int(text) for text in BIG.findall(ptx.read_text("utf-8"))}
-        instructions = {x for x in numbers if x >> 24 in (8, 16) and x & 0x3F == 1 << 4}
+        instructions = {x for x in numbers if x >> 24 in (4, 8, 16) and x & 0x3F == 1 << 4}
         return {**features(disassemble(cubin), case[0]), "descriptors": instructions}
 
 

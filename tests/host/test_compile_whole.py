@@ -39,6 +39,13 @@ MORE = {
     "sm100 d128": ("sm_100a", (128, 128), {}, False),
     "sm100 d128 packed": ("sm_100a", (128, 128), {"cu_q": True, "cu_k": True}, True),
     "sm100 turns": ("sm_100a", (128, 128), {"causal": True, "deterministic": True}, False),
+    "sm100 d192 packed": (
+        "sm_100a",
+        (192, 128),
+        {"causal": True, "cu_q": True, "cu_k": True},
+        True,
+    ),
+    "sm100 d256 turns": ("sm_100a", (256, 256), {"causal": True, "deterministic": True}, False),
 }
 _FUNCTION = re.compile(r'^\s*\.section\s+"?\.text\.([^,"]+)', re.M)
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+([^;]*;)", re.M)

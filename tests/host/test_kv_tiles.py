@@ -163,7 +163,8 @@ def test_an_accumulator_has_every_place_once():
 
 @pytest.mark.parametrize(
     "config",
-    [FinishConfig(True, *c) for c in ((64, 64, False), (64, 96, False), (128, 64, False), (80, 128, True))],
+    [FinishConfig(True, *c) for c in ((64, 64, False), (64, 96, False), (128, 64, False), (80, 128, True))]
+    + [FinishConfig(True, 64, d, False, dq_turned=True) for d in (128, 192, 256)],
     ids=str,
 )  # fmt: skip
 def test_a_block_of_dq_has_every_place_once(config):

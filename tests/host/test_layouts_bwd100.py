@@ -49,12 +49,12 @@ class Probe:
         """All that the checks below look at."""
         c, layouts = self.config, bwd_ops.smem_layouts(self.config, 2)
         s, dv = bwd_ops.make_mma_s(c), bwd_ops.make_mma_dv(c)
-        dk, dq = bwd_ops.make_mma_dk(c), bwd_ops.make_mma_dq(c)
+        dk = bwd_ops.make_mma_dk(c)
         pointer = SmemAllocator().allocate(1024, byte_alignment=1024)
         fragments = {
             "k": s.make_fragment_A, "v": s.make_fragment_A, "q": s.make_fragment_B,
             "do": s.make_fragment_B, "qt": dk.make_fragment_B, "dot": dv.make_fragment_B,
-            "ds": dq.make_fragment_A, "kt": dq.make_fragment_B,
+            **self.fragments_of_dq(),
         }  # fmt: skip
         if c.ctas == 1:
             fragments["dst"] = dk.make_fragment_A
@@ -71,14 +71,23 @@ class Probe:
         shaped = dv.make_fragment_A(cute.make_tensor(tmem, layouts["p"].outer))
         self._keep("slice", shaped[None, None, 0, 0].layout)
         accumulators = {
-            "s": (s, (c.tile_n, TILE_M)), "dv": (dv, (c.tile_n, c.tile_dv)),
-            "dk": (dk, (c.tile_n, c.tile_d)), "dq": (dq, (TILE_M, c.tile_d)),
+            "s": (s, (c.tile_n, c.tile_m)), "dv": (dv, (c.tile_n, c.part_dv)),
+            "dk": (dk, (c.tile_n, c.part_d)), **self.products_of_dq(),
         }  # fmt: skip
         for name, (mma, shape) in accumulators.items():
             fragment = mma.make_fragment_C(mma.partition_shape_C(shape))
             self._keep((name, "accumulator"), fragment.layout)
         window = bwd_math.Lanes(tmem, 0)._window(0, CHUNK)
         self._keep("window", window.layout)
+
+    def fragments_of_dq(self):
+        """Name of an operand of dQ -> what makes its fragment."""
+        dq = bwd_ops.make_mma_dq(self.config)
+        return {"ds": dq.make_fragment_A, "kt": dq.make_fragment_B}
+
+    def products_of_dq(self):
+        """Name of a product -> its MMA and shape."""
+        return {"dq": (bwd_ops.make_mma_dq(self.config), (TILE_M, self.config.tile_d))}
 
     def _keep(self, name, layout):
         self.found[name] = (layout.shape, layout.stride)

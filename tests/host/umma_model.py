@@ -52,6 +52,11 @@ def accumulator(row: int, column: int, ctas: int) -> tuple[int, int, int]:
     return row // 128, row % 128, column
 
 
+def accumulator_of_64(row: int, column: int) -> tuple[int, int]:
+    """(lane, column) of an element of D of one CTA with 64 rows: each quarter of the lanes has 16, in its first half."""
+    return row // 16 * 32 + row % 16, column
+
+
 def operand_in_tensor_memory(row: int, k: int) -> tuple[int, int, int]:
     """(lane, column, half) of an element of a 16-bit A: two to a column, the even one in the low half."""
     return row % 128, k // 2, k % 2
