@@ -123,6 +123,18 @@ class TmemMap:
         return CHUNK * warpgroup + CHUNK // 2 * part
 
     @staticmethod
+    def loaded_run(warpgroup, number, run: int):
+        """First column of S, and query of the step, of the run of ``run`` queries that has a number among a warpgroup's."""
+        in_part = CHUNK // run
+        return TmemMap.loaded(warpgroup, number // in_part) + number % in_part * run
+
+    @staticmethod
+    def packed_run(warpgroup, number, run: int):
+        """First of the columns where it stores them in 16 bit."""
+        in_part = CHUNK // run
+        return TmemMap.packed(warpgroup, number // in_part) + number % in_part * (run // 2)
+
+    @staticmethod
     def slice_of(k: int) -> int:
         """First of the 8 columns of the 16 queries from ``16 k`` on."""
         part, within = divmod(k * SLICE, 2 * CHUNK)

@@ -235,24 +235,18 @@ class ComputeOps:
         c = self.config
         for number in cutlass.range(c.queries // c.run, unroll=1):
             which = numerics.opaque(number)
-            run = self._run(tile, place, self._offset_of(which), masked)
+            run = self._run(tile, place, self.tmem.loaded_run(self.warpgroup, which, c.run), masked)
             piece = chosen(scores, which, c.run)
             rounded = cute.make_rmem_tensor(c.run, element(c))
             self._softmax_of(piece, rounded, (place, run, 0), slot)
-            in_part = CHUNK // c.run
-            at = self.tmem.s() + which % in_part * (c.run // 2)
-            self._store_packed(rounded, at, which // in_part)
+            at = self.tmem.s() + self.tmem.packed_run(self.warpgroup, which, c.run)
+            self._store_words(rounded, at)
             self._keep(scores, which, piece)
 
     def _keep(self, scores, which, piece):
         """What dS takes of a run."""
         if not self.config.score_mod:
             put(scores, which, piece, self.config.run)
-
-    def _offset_of(self, run):
-        """First query in the step of a run, whose number is known at run time."""
-        in_part = CHUNK // self.config.run
-        return self.tmem.loaded(self.warpgroup, run // in_part) + run % in_part * self.config.run
 
     def _softmax_of(self, piece, rounded, at, slot):
         """P of some queries, rounded; over their products what dS takes."""
@@ -364,11 +358,14 @@ class ComputeOps:
         if self.config.run == self.config.queries:
             self._store_packed(probs, self.tmem.s())
 
-    def _store_packed(self, values, column, part=0):
-        """Values of a part, or of both: the second lies behind the first."""
+    def _store_packed(self, values, column):
+        """Values of both parts: the second lies behind the first."""
+        self._store_words(values, column + self.tmem.packed(self.warpgroup, 0))
+
+    def _store_words(self, values, column):
+        """16-bit values, two to a column."""
         words = cute.recast_tensor(values, Float32)
-        at = column + self.tmem.packed(self.warpgroup, part)
-        self.lanes.store(words, at, cute.size(words))
+        self.lanes.store(words, column, cute.size(words))
 
     def grad(self, weights, slot):
         """dS^T = P^T (dP^T - D), times the slope of a cap and through a score_mod, in 16 bit.
@@ -401,7 +398,12 @@ class ComputeOps:
         c = self.config
         for number in cutlass.range(c.queries // c.run, unroll=1):
             which = numerics.opaque(number)
-            run = self._run(weights.tile, weights.place, self._offset_of(which), masked)
+            run = self._run(
+                weights.tile,
+                weights.place,
+                self.tmem.loaded_run(self.warpgroup, which, c.run),
+                masked,
+            )
             piece = chosen(weights.values, which, c.run)
             rounded = cute.make_rmem_tensor(c.run, element(c))
             self._grad_of(piece, rounded, (weights.place, run, 0), slot)

@@ -298,6 +298,24 @@ def test_slices_lie_where_threads_store_them():
         assert written <= read
 
 
+@pytest.mark.parametrize("run", [8, 16, 32])
+def test_runs_are_loaded_and_stored_where_parts_are(run):
+    """Each of them a part of a part, at a place that is known at run time."""
+    for warpgroup in (0, 1):
+        places, read = {}, set()
+        for part in (0, 1):
+            for i in range(32):
+                column = TmemMap.packed(warpgroup, part) + i // 2
+                places[TmemMap.loaded(warpgroup, part) + i] = (column, i % 2)
+        for number in range(64 // run):
+            first = TmemMap.loaded_run(warpgroup, number, run)
+            column = TmemMap.packed_run(warpgroup, number, run)
+            read |= set(range(first, first + run))
+            for i in range(run):
+                assert places.pop(first + i) == (column + i // 2, i % 2)
+        assert not places and len(read) == 64
+
+
 def test_what_does_not_fit_is_refused():
     class Wide(BackwardConfig):
         k_bytes = 100_000
