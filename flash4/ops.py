@@ -21,11 +21,13 @@ from flash4.problem import LENGTHS, AttentionProblem, CallOptions, check_call, p
 ALIGNMENT = 16  # bytes; of addresses and strides that TMA takes
 MAX_LAUNCHES = 8_192
 REDONE = "redone"  # names of counters among a kernel's optional tensors
+FOUND_TILES = "found_tiles"  # of all numbers, where sequences are handed out
 NEXT_TILE = "next_tile"  # zero at the launch
 RESET_COUNTER = "reset_counter"  # the same, and zero again behind it
 TURNS = "turns"
 THREADS_STREAM = 2  # handle by which each thread means a stream of its own
 LENGTHS_OF_QUERIES = ("cu_seqlens_q", "seqused_q")
+LENGTHS_OF_KEYS = ("cu_seqlens_k", "seqused_k")
 
 
 @dataclass(frozen=True)
@@ -450,17 +452,25 @@ def launch_backward(launch: BackwardLaunch, dout, dlse, inputs, out, lse, option
     optional = {
         name: counters[name] if name in counters else _optional_tensor(name, options, batch)
         for name in config.optional_tensors
+        if name != FOUND_TILES
     }
     lengths = [optional[name] for name in LENGTHS_OF_QUERIES if name in optional]
     prepared = (out, dout, as_batch(lse, 3).contiguous(), *statistics, sums, *lengths)
     prepared += tuple(counters.values())
     prepared += () if dlse is None else (as_batch(dlse, 3),)
-    tensors = (q, k, v, dout, *statistics, sums, dk, dv, *optional.values())
+    keys = (k, *[optional[name] for name in LENGTHS_OF_KEYS if name in optional])
+    if config.tiles_found:
+        optional[FOUND_TILES] = k.new_empty(found_shape(config, k, batch), dtype=torch.int32)
+        sides = [s for s in (options.window_left, options.window_right) if s >= 0]
+        prepared += (optional[FOUND_TILES], launch.section, *sides, *keys)
+    tensors = (q, k, v, dout, *statistics, sums, dk, dv)
+    tensors += tuple(optional[name] for name in config.optional_tensors)
     with torch.cuda.device(q.device):
         launch.prepare(prepared)
         numbers = _backward_numbers(config.numbers, options, launch.workers)
         launch.main(tensors, numbers, launch.section)
-        launch.finish((sums, dq, *lengths), options.softmax_scale)
+        checked = keys if config.visits_checked else ()
+        launch.finish((sums, dq, *lengths, *checked), options.softmax_scale)
     if sink is None:
         return *gradients, lse.new_empty(0)
     delta = statistics_of_rows(statistics[1], lse, options.cu_seqlens_q, config.tile_m)
@@ -472,6 +482,12 @@ def counter_shapes(config, rows) -> dict[str, tuple[int, ...]]:
     """Counters of a backward, int32, that the first kernel sets to zero; ``rows`` are (batch, heads, blocks of queries)."""
     given = {TURNS: (config.turns, (*rows, 2)), NEXT_TILE: (config.handed_out, (1,))}
     return {name: shape for name, (present, shape) in given.items() if present}
+
+
+def found_shape(config, k, batch: int) -> tuple[int, int]:
+    """Of the tiles that are found before; ``k`` with a batch."""
+    slots = slots_of(batch if config.cu_k else k.shape[0], k.shape[1], config.tile_n, config.cu_k)
+    return slots * k.shape[2], config.tile_slots[0]
 
 
 def as_batch(x, ndim: int = 4):

@@ -108,12 +108,22 @@ class BackwardLaunch(LaunchFacts):
 
     def lengths_obstacle(self, seqlen_q: int, seqlen_k: int) -> str | None:
         """Why the kernel cannot run with such lengths, or None."""
-        if self.first_stores and self.causal and seqlen_q > seqlen_k:
+        if self.first_stores and self.causal and not self.varlen and seqlen_q > seqlen_k:
             return (
                 f"first_stores with {seqlen_q} causal queries of {seqlen_k} keys: no tile visits the first ones; "
                 "supported are up to as many queries as keys"
             )
         return None
+
+    @property
+    def tiles_found(self) -> bool:
+        """The kernel before finds the tiles of all numbers: where they are handed out nobody else has registers for it."""
+        return self.handed_out and self.varlen
+
+    @property
+    def visits_checked(self) -> bool:
+        """Sums that no tile has stored must not be read: lengths say so on the GPU."""
+        return self.first_stores and self.varlen
 
     @property
     def turns(self) -> bool:
@@ -149,4 +159,5 @@ class BackwardLaunch(LaunchFacts):
     def optional_tensors(self) -> tuple[str, ...]:
         """Tensors that the launch takes after dk and dv, in order."""
         given = {"alibi_slopes": self.alibi, "turns": self.turns, "next_tile": self.handed_out}
+        given["found_tiles"] = self.tiles_found
         return (*_present(given | self._lengths()), *self._aux())

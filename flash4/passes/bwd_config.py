@@ -24,6 +24,14 @@ class PrepareConfig:
         cu_q: queries are packed, as in ``sm90.bwd_config.BackwardConfig``.
         used_q: queries in use are counted.
         negates: statistics are stored as -LSE and -D, for those who add them.
+        finds: tiles of keys are looked for, for the next kernel; the fields that follow are of these, as in its config.
+        tile_n: keys per tile.
+        causal: bottom-right causal mask.
+        left: a window limits the keys before a query's own position.
+        right: a window limits the keys after it.
+        cu_k: keys are packed.
+        used_k: keys in use are counted.
+        least_heads: of a section.
     """
 
     bf16: bool
@@ -38,6 +46,19 @@ class PrepareConfig:
     cu_q: bool = False
     used_q: bool = False
     negates: bool = False
+    finds: bool = False
+    tile_n: int = 0
+    causal: bool = False
+    left: bool = False
+    right: bool = False
+    cu_k: bool = False
+    used_k: bool = False
+    least_heads: int = 0
+
+    @property
+    def varlen(self) -> bool:
+        """Blocks look for their rows among sequences."""
+        return self.cu_q or self.used_q or self.finds
 
 
 @dataclass(frozen=True)
@@ -48,6 +69,11 @@ class FinishConfig:
         warps: that multiplied a block, each 16 by 8 numbers at a time (``fragments.warp_dq_place``); 0 where warpgroups did.
         query_warps: of these, those that share its queries.
         dq_lanes: 1 or 2 where the sums lie as lanes of tensor memory of so many CTAs have them, else 0.
+        checks: sums of queries that see no key may hold anything; the fields that follow are for these alone.
+        tile_n: keys per tile.
+        causal: bottom-right causal mask.
+        cu_k: keys are packed.
+        used_k: keys in use are counted.
     """
 
     bf16: bool
@@ -60,6 +86,16 @@ class FinishConfig:
     warps: int = 0
     query_warps: int = 0
     dq_lanes: int = 0
+    checks: bool = False
+    tile_n: int = 0
+    causal: bool = False
+    cu_k: bool = False
+    used_k: bool = False
+
+    @property
+    def varlen(self) -> bool:
+        """Blocks look for their rows among sequences."""
+        return self.cu_q or self.used_q or self.checks
 
     @property
     def splits_queries(self) -> bool:
@@ -70,9 +106,16 @@ class FinishConfig:
 def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig]:
     """The kernels around a backward kernel of this config."""
     lengths = (config.cu_q, config.used_q)
+    keys = {name: getattr(config, name) for name in ("tile_n", "causal", "cu_k", "used_k")}
+    finds, checks = {}, {}
+    if config.tiles_found:
+        others = {name: getattr(config, name) for name in ("left", "right", "least_heads")}
+        finds = {"finds": True} | keys | others
+    if config.visits_checked:
+        checks = {"checks": True} | keys
     prepare = PrepareConfig(
         config.bf16, config.tile_m, config.dq_width, config.tile_dv, dlse, config.turns,
-        config.handed_out, not config.first_stores, config.chained, *lengths, config.negates,
+        config.handed_out, not config.first_stores, config.chained, *lengths, config.negates, **finds,
     )  # fmt: skip
     return prepare, FinishConfig(
         config.bf16,
@@ -82,4 +125,5 @@ def passes_of(config, dlse: bool) -> tuple[PrepareConfig, FinishConfig]:
         config.chained,
         *lengths,
         **config.order_of_sums,
+        **checks,
     )
