@@ -35,7 +35,14 @@ KEPT = ("name", "status", "median_us", "p10_us", "p90_us", "spread", "tflops", "
 
 def plan_of(cell: Cell, variant: str, arch: str = "sm_90a") -> BackwardPlan | None:
     """Plan of a cell with a variant of the config that it would get; None if that is none, or does not fit."""
-    plan = plan_backward(cell.problem(), arch, WORKERS)
+    plan = changed(plan_backward(cell.problem(), arch, WORKERS), variant)
+    if plan is None or plan.config.lengths_obstacle(cell.seqlen, cell.seqlen):
+        return None
+    return plan
+
+
+def changed(plan: BackwardPlan, variant: str) -> BackwardPlan | None:
+    """A plan with a variant of its config; None if that is none, or does not fit."""
     changes = {}
     for word in filter(None, variant.split("+")):
         name, _, value = word.partition("=")
@@ -47,7 +54,7 @@ def plan_of(cell: Cell, variant: str, arch: str = "sm_90a") -> BackwardPlan | No
         config = replace(plan.config, **changes)
     except ValueError:  # not a config; those that are tried need not all be
         return None
-    if not config.fits or config.lengths_obstacle(cell.seqlen, cell.seqlen):
+    if not config.fits:
         return None
     prepare, finish = passes_of(config, False)
     return replace(plan, config=config, prepare=prepare, finish=finish, section=section)
@@ -64,18 +71,25 @@ def _launch(cell: Cell, variant: str, arch: str) -> Any:
 
 def factory(cell: Cell, variant: str, arch: str, q: Any, k: Any, v: Any) -> Any:
     """A call whose output has the variant as its backward."""
+    import flash4
+
+    launch = _launch(cell, variant, arch)
+    return with_backward(launch, flash4.flash_attn_func, (q, k, v), {"causal": cell.causal})
+
+
+def with_backward(launch: Any, function: Any, inputs: Sequence[Any], keywords: dict) -> Any:
+    """A call of a public function whose output has a launch as its backward."""
     import torch
 
-    import flash4
     from flash4.interface import options_of
     from flash4.ops import launch_backward
 
-    launch, options = _launch(cell, variant, arch), options_of(q, k, v, causal=cell.causal)
+    options = options_of(*inputs, **keywords)
 
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v):
-            out, lse = flash4.flash_attn_func(q, k, v, causal=cell.causal, return_lse=True)
+            out, lse = function(q, k, v, return_lse=True, **keywords)
             ctx.save_for_backward(q, k, v, out, lse)
             return out
 
@@ -84,7 +98,7 @@ def factory(cell: Cell, variant: str, arch: str, q: Any, k: Any, v: Any) -> Any:
             *inputs, out, lse = ctx.saved_tensors
             return launch_backward(launch, dout, None, inputs, out, lse, options)[:3]
 
-    return functools.partial(Attention.apply, q, k, v)
+    return functools.partial(Attention.apply, *inputs)
 
 
 @dataclass(frozen=True)

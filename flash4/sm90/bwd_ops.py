@@ -18,7 +18,7 @@ from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LOG2E
 from flash4.common.tma_views import ragged_rows
-from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, BackwardConfig
+from flash4.sm90.bwd_config import STAGES, BackwardConfig
 from flash4.sm90.fwd_config import MMA_ROWS
 from flash4.sm90.fwd_ops import Operand, element, issue_mma, tma_load
 from flash4.sm90.fwd_rows import rows_of
