@@ -2,7 +2,8 @@
 
 For every cell it times variants of the config that dispatch chooses, interleaved with the peers, prints them sorted by time,
 and writes a record with all of them. A variant is a word such as `late+handed_out+tile_m=64+swap_dq=0`: fields of the config,
-with 1 for a value by default, and `section`, heads per section of the tile order. With `--parts` it also times the three
+with 1 for a value by default, `section`, heads per section of the tile order, and, where tiles are found by the kernel before,
+`least_heads` of a section. With `--parts` it also times the three
 kernels of each variant apart. `--arch sm_90` takes the kernels of Ampere.
 """
 
@@ -48,6 +49,7 @@ def changed(plan: BackwardPlan, variant: str) -> BackwardPlan | None:
         name, _, value = word.partition("=")
         changes[name] = int(value or 1)
     section = changes.pop("section", plan.section)
+    least_heads = changes.pop("least_heads", None)
     kinds = {name: type(getattr(plan.config, name)) for name in changes}
     changes = {name: kinds[name](value) for name, value in changes.items()}
     try:
@@ -57,6 +59,10 @@ def changed(plan: BackwardPlan, variant: str) -> BackwardPlan | None:
     if not config.fits:
         return None
     prepare, finish = passes_of(config, False)
+    if least_heads is not None:
+        if not config.tiles_found:
+            return None
+        prepare = replace(prepare, least_heads=least_heads)
     return replace(plan, config=config, prepare=prepare, finish=finish, section=section)
 
 

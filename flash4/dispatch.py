@@ -195,18 +195,21 @@ class BackwardPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Temporary memory: for each query in whole blocks, dQ in float32 and two statistics; two turns of a block.
+        """Temporary memory: for each query in whole blocks, dQ in float32 and two statistics; two turns of a block; words of
+        each tile of keys that is found before.
 
-        Of packed queries at most so much.
+        Of packed queries or keys at most so much.
         """
         c, blocks = self.config, self.problem.heads_q * self.query_blocks
-        return 4 * blocks * (c.tile_m * (c.dq_width + 2) + 2 * c.turns)
+        words = c.tile_slots[0] * self.grid.total if c.tiles_found else 0
+        return 4 * (blocks * (c.tile_m * (c.dq_width + 2) + 2 * c.turns) + words)
 
     def __str__(self):
         lines = [
             f"{self.name} for {self.arch}: {_summary(self.problem)}",
             f"  {self.config}",
-            f"  about {self.grid.total} tiles of {self.config.tile_n} keys, each found by its CTA"
+            f"  about {self.grid.total} tiles of {self.config.tile_n} keys, "
+            f"{'found before and handed out' if self.config.tiles_found else 'each found by its CTA'}"
             if self.problem.varlen
             else f"  {self.grid.total} tiles of {self.config.tile_n} keys, {self.section} heads per section",
             f"  {'up to ' * self.problem.cu_q}{self.workspace_bytes} bytes of workspace",

@@ -1,7 +1,7 @@
 """Gradients through the public functions, without a GPU: autograd, layouts, and everything around the kernels."""
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from unittest import mock
 
 import numpy as np
@@ -13,13 +13,17 @@ from torch.utils.checkpoint import checkpoint
 import flash4
 from flash4 import dispatch, launch, ops, reference
 from flash4.common import mods
+from flash4.common.dsl import plain
 from flash4.common.fragments import dq_place
-from flash4.common.kv_sequences import Side
+from flash4.common.geometry import QueryBlocks
+from flash4.common.kv_sequences import SequenceSchedule, Side, find_tile
+from flash4.common.kv_tiles import KvGrid
 from flash4.common.mods import SeqlenInfo
 from flash4.interface import options_of
 from flash4.passes.bwd_config import FINISH, PREPARE
 from flash4.problem import AttentionProblem
 from flash4.sim.bwd_sequences import to_rows, to_slots
+from flash4.sim.handout import HostWarp
 from tests import strategies
 from tests.checks import assert_gradients_close
 from tests.host.test_dispatch import LAYOUTS, run_reference, stand_in_gpu
@@ -71,6 +75,30 @@ def queries_of(config, x, lengths):
     return side_of(config, x, config.tile_m, cu, used)
 
 
+def keys_of(config, k, *lengths):
+    """Where keys lie, from k and the tensors of lengths that a small kernel takes."""
+    assert len(lengths) == config.cu_k + config.used_k
+    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in lengths)
+    cu, used = lengths[0] if config.cu_k else None, lengths[-1] if config.used_k else None
+    return side_of(config, k, config.tile_n, cu, used)
+
+
+def find(config, queries, heads, found, section, *rest):
+    """Tiles of all numbers, into ``found``."""
+    count = config.left + config.right
+    sides, (k, *lengths) = list(rest[:count]), rest[count:]
+    left, right = sides.pop(0) if config.left else None, sides.pop() if config.right else None
+    blocks = QueryBlocks(config.tile_m, config.tile_n, config.causal, left, right)
+    grid = KvGrid(0, k.shape[2], 0, heads // k.shape[2])
+    schedule = SequenceSchedule(
+        blocks, grid, queries, keys_of(config, k, *lengths), section, config.least_heads
+    )
+    assert len(found) == schedule.total
+    for number, words in enumerate(found):
+        tile = plain(find_tile)(schedule, HostWarp(), number)
+        words.copy_(torch.tensor([*astuple(tile), *astuple(schedule.where(tile))]))
+
+
 def prepare(config, tensors):
     """``passes.bwd_prepare`` in torch."""
     out, dout, lse, lse2, delta, sums, *optional = tensors
@@ -78,8 +106,11 @@ def prepare(config, tensors):
     n = config.cu_q + config.used_q
     lengths, optional = optional[:n], optional[n:]
     counters = config.turns + config.handed_out
-    assert len(optional) == counters + config.dlse
-    dlse = optional[counters:]
+    dlse, rest = optional[counters : counters + config.dlse], optional[counters + config.dlse :]
+    if config.finds:
+        find(config, queries_of(config, out, lengths), out.shape[2], *rest)
+    else:
+        assert not rest
     for counter in optional[:counters]:
         counter.zero_()
     d = (out.float() * dout.float()).sum(-1).transpose(1, 2)
@@ -103,6 +134,9 @@ def multiply(config, tensors, numbers, section):
         assert not optional["next_tile"].any() and workers > 0
     if config.turns:
         assert not optional["turns"].any() and optional["turns"].shape == (*sums.shape[:3], 2)
+    if config.tiles_found:
+        places = optional["found_tiles"][:, :4]  # valid, sequence, tile, KV head
+        assert len({*map(tuple, places[places[:, 0] > 0].tolist())}) == places[:, 0].sum() > 0
     queries, keys = (
         side_of(config, x, tile, optional.get(f"cu_seqlens_{n}"), optional.get(f"seqused_{n}"))
         for n, x, tile in (("q", q, config.tile_m), ("k", k, config.tile_n))
@@ -172,17 +206,24 @@ def multiply_sequence(config, tensors, places, numbers, optional):
     mine = sums[of_q.entry, :, of_q.slot : of_q.slot + blocks]
     parts = padded.unflatten(1, (-1, config.tile_m))[:, :, at_queries, at_columns]
     mine.copy_(parts if config.first_stores else mine + parts)
+    if config.visits_checked and config.causal:  # what no tile visits nobody stores
+        mine[:, : max(seqlen_q - seqlen_k, 0) // config.tile_m] = torch.nan
 
 
 def finish(config, tensors, scale):
     """``passes.bwd_finish`` in torch."""
     sums, dq, *lengths = tensors
     check_rows(dq)
+    n, visits = config.cu_q + config.used_q, None
+    if config.checks:
+        blocks = QueryBlocks(config.tile_m, config.tile_n, config.causal)
+        visits = (blocks, keys_of(config, *lengths[n:]))
+        lengths = lengths[:n]
     queries, columns = order_of_sums(config)
     rows = torch.empty(*sums.shape[:3], config.tile_m, config.tile_d)
     rows[:, :, :, queries, columns] = scale * sums
     found = np.full(dq.shape, np.nan, np.float32)
-    to_rows(queries_of(config, dq, lengths), rows.flatten(2, 3).numpy(), found)
+    to_rows(queries_of(config, dq, lengths), rows.flatten(2, 3).numpy(), found, visits)
     dq.copy_(torch.from_numpy(found))
 
 

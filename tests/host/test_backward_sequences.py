@@ -138,9 +138,10 @@ def test_the_plan_bounds_the_workspace(name):
         assert "up to" in str(plan)
     else:
         blocks = exact = problem.sequences * -(-problem.seqlen_q // config.tile_m)
-    assert plan.workspace_bytes == 4 * problem.heads * blocks * config.tile_m * (
-        config.dq_width + 2
-    )
+    of_block = config.tile_m * (config.dq_width + 2) + 2 * config.turns
+    of_tile = config.tile_slots[0] if config.tiles_found else 0
+    words = problem.heads * blocks * of_block + plan.grid.total * of_tile
+    assert plan.workspace_bytes == 4 * words
     options = flash4.interface.options_of(*shapes, **problem.keywords("meta"))
     entries = 1 if config.cu_q else problem.sequences
     assert entries * ops.query_blocks(shapes[0], config.tile_m, options) == exact <= blocks
