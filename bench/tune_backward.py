@@ -22,7 +22,7 @@ from bench import provenance, report
 from bench.ahead import compile_ahead, keys_of
 from bench.shapes import Cell, select
 from flash4.common.geometry import ceil_div
-from flash4.common.launch_facts import COUNTERS
+from flash4.common.launch_facts import WORDS
 from flash4.dispatch import BackwardPlan, plan_backward, serve
 from flash4.passes.bwd_config import FINISH, PREPARE
 
@@ -37,7 +37,14 @@ KEPT = ("name", "status", "median_us", "p10_us", "p90_us", "spread", "tflops", "
 
 def plan_of(cell: Cell, variant: str, arch: str = "sm_90a") -> BackwardPlan | None:
     """Plan of a cell with a variant of the config that it would get; None if that is none, or does not fit."""
-    plan = plan_backward(cell.problem(), arch, WORKERS)
+    plan = changed(plan_backward(cell.problem(), arch, WORKERS), variant)
+    if plan is None or plan.config.lengths_obstacle(cell.seqlen, cell.seqlen):
+        return None
+    return plan
+
+
+def changed(plan: BackwardPlan, variant: str) -> BackwardPlan | None:
+    """A plan with a variant of its config; None if that is none, or does not fit."""
     changes = {}
     for word in filter(None, variant.split("+")):
         name, _, value = word.partition("=")
@@ -49,7 +56,7 @@ def plan_of(cell: Cell, variant: str, arch: str = "sm_90a") -> BackwardPlan | No
         config = replace(plan.config, **changes)
     except ValueError:  # not a config; those that are tried need not all be
         return None
-    if not config.fits or config.lengths_obstacle(cell.seqlen, cell.seqlen):
+    if not config.fits:
         return None
     return replace(plan, config=config, section=section)
 
@@ -59,24 +66,31 @@ def _launch(cell: Cell, variant: str, arch: str) -> Any:
     from flash4.ops import device_facts, launch_of
 
     plan = plan_of(cell, variant, arch)
-    blocks = ceil_div(cell.seqlen, plan.config.tile_m)
-    return launch_of(plan, blocks, device_facts(0)[1])
+    slots = tuple(ceil_div(cell.seqlen, tile) for tile in (plan.config.tile_m, plan.config.tile_n))
+    return launch_of(plan, slots, device_facts(0)[1])
 
 
 def factory(cell: Cell, variant: str, arch: str, q: Any, k: Any, v: Any) -> Any:
     """A call whose output has the variant as its backward."""
+    import flash4
+
+    launch = _launch(cell, variant, arch)
+    return with_backward(launch, flash4.flash_attn_func, (q, k, v), {"causal": cell.causal})
+
+
+def with_backward(launch: Any, function: Any, inputs: Sequence[Any], keywords: dict) -> Any:
+    """A call of a public function whose output has a launch as its backward."""
     import torch
 
-    import flash4
     from flash4.interface import options_of
     from flash4.ops import launch_backward
 
-    launch, options = _launch(cell, variant, arch), options_of(q, k, v, causal=cell.causal)
+    options = options_of(*inputs, **keywords)
 
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v):
-            out, lse = flash4.flash_attn_func(q, k, v, causal=cell.causal, return_lse=True)
+            out, lse = function(q, k, v, return_lse=True, **keywords)
             ctx.save_for_backward(q, k, v, out, lse)
             return out
 
@@ -85,7 +99,7 @@ def factory(cell: Cell, variant: str, arch: str, q: Any, k: Any, v: Any) -> Any:
             *inputs, out, lse = ctx.saved_tensors
             return launch_backward(launch, dout, None, inputs, out, lse, options)[:3]
 
-    return functools.partial(Attention.apply, q, k, v)
+    return functools.partial(Attention.apply, *inputs)
 
 
 def parts_of(plan: BackwardPlan, arguments: tuple) -> dict[str, Callable[[], Any]]:
@@ -99,9 +113,9 @@ def parts_of(plan: BackwardPlan, arguments: tuple) -> dict[str, Callable[[], Any
 
     def view(name: str, first: int, shape: tuple[int, ...]) -> Any:
         part = workspace[first : first + math.prod(shape)].view(shape)
-        return part.view(torch.int32) if name in COUNTERS else part
+        return part.view(torch.int32) if name in WORDS else part
 
-    of_prepare, of_main, of_finish = whole.parts(tensors, view)
+    of_prepare, of_main, of_finish = whole.parts(tensors, (numbers, section), view)
     before, after = whole.passes
     calls = {
         "prepare": (PREPARE, before, (of_prepare,)),

@@ -197,17 +197,20 @@ class BackwardPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Temporary memory, one allocation: for each query in whole blocks, dQ in float32 and two statistics; counters.
+        """Temporary memory, one allocation: for each query in whole blocks, dQ in float32 and two statistics; words of each
+        tile of keys that is found before; counters.
 
-        Of packed queries at most so much.
+        Of packed queries or keys at most so much.
         """
-        return 4 * self.config.workspace_numbers(self.problem.heads_q * self.query_blocks)
+        blocks = self.problem.heads_q * self.query_blocks
+        return 4 * self.config.workspace_numbers(blocks, self.grid.total)
 
     def __str__(self):
         lines = [
             f"{self.name} for {self.arch}: {_summary(self.problem)}",
             f"  {self.config}",
-            f"  about {self.grid.total} tiles of {self.config.tile_n} keys, each found by its CTA"
+            f"  about {self.grid.total} tiles of {self.config.tile_n} keys, "
+            f"{'found before and handed out' if self.config.tiles_found else 'each found by its CTA'}"
             if self.problem.varlen
             else f"  {self.grid.total} tiles of {self.config.tile_n} keys, {self.section} heads per section",
             f"  {'up to ' * self.problem.cu_q}{self.workspace_bytes} bytes of workspace",

@@ -307,7 +307,7 @@ class PreparedBackward:
             return False
         if config.ragged_k and not (ops.has_whole_rows(k4) and ops.has_whole_rows(v4)):
             return False
-        numbers = config.workspace_numbers(launch.blocks(q4))
+        numbers = launch.workspace_numbers(q4, k4)
         return cls(
             function=launch.function,
             numbers=ops._backward_numbers(config.numbers, options, launch.workers),

@@ -356,19 +356,27 @@ class BackwardLaunch:
         function: compiled; it launches the three kernels.
         config: of the main kernel.
         section: heads per section of the tile schedule.
-        query_blocks: blocks of queries of each head, of a batch entry or of packed queries.
+        slots: blocks of queries of each head, of a batch entry or of packed queries; tiles of keys, likewise.
         workers: multiprocessors.
     """
 
     function: object
     config: object
     section: int
-    query_blocks: int
+    slots: tuple[int, int]
     workers: int
 
-    def blocks(self, q) -> int:
-        """Blocks of queries of all heads of q (B, S, H, D)."""
-        return q.shape[0] * q.shape[2] * self.query_blocks
+    def places(self, q, k) -> dict[str, tuple[int, int]]:
+        """Where parts of the workspace lie; of q and k (B, S, H, D)."""
+        return self.config.workspace(*self._counts(q, k))
+
+    def workspace_numbers(self, q, k) -> int:
+        """How large it is."""
+        return self.config.workspace_numbers(*self._counts(q, k))
+
+    def _counts(self, q, k):
+        """Blocks of queries of all heads and batch entries, and tiles of keys."""
+        return (x.shape[0] * x.shape[2] * n for x, n in zip((q, k), self.slots, strict=True))
 
 
 _backward_launches: dict[tuple, BackwardLaunch | None] = {}
@@ -387,21 +395,25 @@ def _backward_launch_for(q, k, v, options: CallOptions, dlse: bool) -> BackwardL
         facts = device_facts(q.device.index)
         plan = plan_backward(problem, *facts, dlse)
         with torch.cuda.device(q.device):
-            launch = launch_of(plan, query_blocks(q, plan.config.tile_m, options), facts[1])
+            launch = launch_of(plan, slots_of_call(q, k, plan.config, options), facts[1])
     keep(_backward_launches, key, launch)
     return launch
 
 
-def launch_of(plan: BackwardPlan, blocks: int, workers: int) -> BackwardLaunch:
-    """Compiled function of a plan; ``blocks`` as of ``query_blocks``, ``workers`` the GPU's multiprocessors."""
+def launch_of(plan: BackwardPlan, slots: tuple[int, int], workers: int) -> BackwardLaunch:
+    """Compiled function of a plan; ``slots`` as of ``slots_of_call``, ``workers`` the GPU's multiprocessors."""
     (kernel,) = plan.kernels
-    return BackwardLaunch(kernel_for(*kernel), plan.config, plan.section, blocks, workers)
+    return BackwardLaunch(kernel_for(*kernel), plan.config, plan.section, slots, workers)
 
 
-def query_blocks(q, tile: int, options: CallOptions) -> int:
-    """Blocks of ``tile`` queries of each head, of a batch entry or of packed ``q``."""
-    packed = options.cu_seqlens_q is not None
-    return slots_of(options.batch(q) if packed else 1, q.shape[-3], tile, packed)
+def slots_of_call(q, k, config, options: CallOptions) -> tuple[int, int]:
+    """Blocks of queries of each head, of a batch entry or of packed ``q``, and tiles of keys of ``k`` likewise."""
+    sides = (q, config.tile_m, options.cu_seqlens_q), (k, config.tile_n, options.cu_seqlens_k)
+    batch, found = options.batch(q), []
+    for x, tile, cu in sides:
+        packed = cu is not None
+        found.append(slots_of(batch if packed else 1, x.shape[-3], tile, packed))
+    return tuple(found)
 
 
 def empty_gradients(q, k, v):
@@ -440,8 +452,7 @@ def launch_backward(launch: BackwardLaunch, dout, dlse, inputs, out, lse, option
     config = launch.config
     q, dout = (whole_rows(x) if config.ragged_q else x for x in (q, dout))
     k, v = (whole_rows(x) if config.ragged_k else x for x in (k, v))
-    blocks = launch.blocks(q)
-    workspace = q.new_empty(config.workspace_numbers(blocks), dtype=torch.float32)
+    workspace = q.new_empty(launch.workspace_numbers(q, k), dtype=torch.float32)
     batch = options.batch(inputs[0])
     optional = [_optional_tensor(name, options, batch) for name in config.given_tensors]
     optional += [] if dlse is None else [as_batch(dlse, 3)]
@@ -452,7 +463,7 @@ def launch_backward(launch: BackwardLaunch, dout, dlse, inputs, out, lse, option
         launch.function(tensors, numbers, launch.section)
     if sink is None:
         return *gradients, lse.new_empty(0)
-    first, count = config.workspace(blocks)["delta"]
+    first, count = launch.places(q, k)["delta"]
     delta = workspace[first : first + count].view(*rows.shape[:2], -1)
     delta = statistics_of_rows(delta, lse, options.cu_seqlens_q, config.tile_m)
     delta = -delta if config.negates else delta

@@ -1,6 +1,7 @@
-"""The tile of a CTA whose call has sequences of different lengths, in CuTe.
+"""Tiles of calls that have sequences of different lengths, in CuTe.
 
-One warp finds it while others set up barriers, and leaves it in shared memory, where each role reads what it needs.
+A warp finds them, and leaves them in shared memory, where each role reads what it needs. Where each CTA has one tile, it does
+so while others set up barriers.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -18,12 +19,51 @@ PLACE = tuple(field.name for field in fields(KvPlace))
 TILE_WORDS = len(FOUND) + len(PLACE)
 
 
+def find_into(words, schedule: SequenceSchedule, lane, number):
+    """Look for the tile of a number, and put it into ``words``; by a whole warp. Returns whether there is one."""
+    tile = find_tile(schedule, Warp(Int32(lane)), number)
+    place = schedule.where(tile)
+    for i, name in enumerate(FOUND):
+        words[i] = Int32(getattr(tile, name))
+    for i, name in enumerate(PLACE):
+        words[len(FOUND) + i] = Int32(getattr(place, name))
+    return tile.valid
+
+
+def _word(words, i):
+    """A word, which is the same for all threads."""
+    return cute.arch.make_warp_uniform(words[i])
+
+
+def tile_in(words) -> dict:
+    """Fields of the ``SequenceTile`` in ``words``."""
+    found = {name: _word(words, i) for i, name in enumerate(FOUND)}
+    return found | {"valid": found["valid"] != 0}
+
+
+def place_in(words, schedule: SequenceSchedule) -> KvPlace:
+    """Where that tile lies. What is not packed has static zeros."""
+    found = {name: _word(words, len(FOUND) + i) for i, name in enumerate(PLACE)}
+    static = set()
+    if schedule.queries.cu is not None:
+        static |= {"entry_q"}
+    else:
+        static |= {"row_q", "slot_q"}
+    static |= {"entry_k"} if schedule.keys.cu is not None else {"row_k"}
+    return KvPlace(**found | dict.fromkeys(static, 0))
+
+
 @dataclass(frozen=True)
 class OneTile(KvSteps):
     """A CTA's only tile."""
 
     schedule: SequenceSchedule
     words: cute.Tensor  # (TILE_WORDS,) int32 in shared memory
+
+    @property
+    def backwards(self):
+        """Whether a tile visits its blocks from the last to the first."""
+        return self.schedule.backwards
 
     @property
     def blocks(self):
@@ -37,17 +77,11 @@ class OneTile(KvSteps):
 
     def find(self, thread, number):
         """Look for the tile of a number; by a whole warp, before all roles meet."""
-        tile = find_tile(self.schedule, Warp(Int32(thread % WARP)), number)
-        place, words = self.schedule.where(tile), self.words
-        for i, name in enumerate(FOUND):
-            words[i] = Int32(getattr(tile, name))
-        for i, name in enumerate(PLACE):
-            words[len(FOUND) + i] = Int32(getattr(place, name))
+        find_into(self.words, self.schedule, thread % WARP, number)
 
     def first(self):
         """Return the CTA's tile."""
-        words = {name: self._read(i) for i, name in enumerate(FOUND)}
-        return SequenceTile(**words | {"valid": words["valid"] != 0})
+        return SequenceTile(**tile_in(self.words))
 
     def next(self, tile):
         """Return a tile that is not valid."""
@@ -62,16 +96,5 @@ class OneTile(KvSteps):
         return tile.seen > 0
 
     def where(self, tile) -> KvPlace:
-        """Where the tile lies; read anew, since registers are scarce. What is not packed has static zeros."""
-        words = {name: self._read(len(FOUND) + i) for i, name in enumerate(PLACE)}
-        static = set()
-        if self.schedule.queries.cu is not None:
-            static |= {"entry_q"}
-        else:
-            static |= {"row_q", "slot_q"}
-        static |= {"entry_k"} if self.schedule.keys.cu is not None else {"row_k"}
-        return KvPlace(**words | dict.fromkeys(static, 0))
-
-    def _read(self, i):
-        """A word, which is the same for all threads."""
-        return cute.arch.make_warp_uniform(self.words[i])
+        """Where the tile lies; read anew, since registers are scarce."""
+        return place_in(self.words, self.schedule)

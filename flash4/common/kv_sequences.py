@@ -118,12 +118,16 @@ class RowBlock:
     """One slot of the queries.
 
     Attributes:
+        batch: number of its sequence in the call; any for rows around the sequences.
+        first: its first row in the sequence.
         entry: batch entry of its rows.
         begin: its first row there.
         stored: rows from there on that its sequence has; may exceed the slot, or be negative.
         used: the same of those in use.
     """
 
+    batch: object
+    first: object
     entry: object
     begin: object
     stored: object
@@ -138,7 +142,18 @@ def row_block(side, warp, slot, entry):
         index = warp.last_before(side, slot, 1)
     rows = side.at(index)
     first = (slot - rows.slot) * side.tile
-    return RowBlock(rows.entry, rows.begin + first, rows.stored - first, rows.used - first)
+    stored, used = rows.stored - first, rows.used - first
+    return RowBlock(rows.batch, first, rows.entry, rows.begin + first, stored, used)
+
+
+def visited_rows(blocks: QueryBlocks, keys: Side, rows: RowBlock):
+    """Rows in use of a slot of the queries as far as a tile of keys visits it, which the sequence's first one does, or none.
+
+    No window limits the left side.
+    """
+    seqlen_k = keys.at(keys.number_of(rows.batch)).used
+    begin = blocks.query_begin(0, rows.first + rows.used, seqlen_k)
+    return choose(rows.first + blocks.tile_m > begin, rows.used, 0)
 
 
 @dataclass(frozen=True)
@@ -178,6 +193,7 @@ class SequenceSchedule(KvSteps):
         keys: where keys and values lie.
         section: tiles that run together, about a wave.
         least_heads: of a section, if there are so many.
+        backwards: a tile visits its blocks from the last to the first; static.
     """
 
     blocks: QueryBlocks
@@ -186,6 +202,7 @@ class SequenceSchedule(KvSteps):
     keys: Side
     section: object
     least_heads: int
+    backwards: bool = False
 
     @property
     def total(self):

@@ -3,8 +3,9 @@
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64
 
+from flash4.common.kv_one_tile import TILE_WORDS
 from flash4.common.kv_sequences import Side
-from flash4.common.launch_facts import LENGTHS
+from flash4.common.launch_facts import FOUND_TILES, LENGTHS
 from flash4.common.mods import AUX, decode_aux
 from flash4.common.tma_views import rows_of_entry
 from flash4.common.varlen import Sequences
@@ -113,6 +114,7 @@ def fake_backward(config, element):
     optional = {
         "alibi_slopes": _vector(Float32, cute.sym_int(), sizes.heads),
         "turns": _vector(Int32, sizes.batch, sizes.heads, blocks, TURNS),
+        FOUND_TILES: _fake(Int32, (cute.sym_int(), TILE_WORDS), 4, 16),
     }
     return _arguments(config, config.optional_tensors, tensors, optional, 1)
 

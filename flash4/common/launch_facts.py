@@ -8,8 +8,11 @@ from flash4.common.mods import AUX, decode_aux
 
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")  # fields of CallOptions
 COUNTERS = ("turns", "next_tile")  # of a backward, int32, in its workspace
+FOUND_TILES = "found_tiles"  # (numbers, words) int32 there: the tiles of all numbers
+WORDS = (*COUNTERS, FOUND_TILES)  # what is int32 there
 LINE = 32  # numbers of 4 bytes; the counter of tiles, which all CTAs write, has a line of the cache to itself
 UNEVEN_SECTION_HEADS = 16  # whose tiles, longest first, balance well and still share L2
+HANDED_SECTION_HEADS = 8  # of sequences whose tiles are handed out: the rest balances those
 
 
 def _present(given: dict[str, object]) -> tuple[str, ...]:
@@ -117,12 +120,22 @@ class BackwardLaunch(LaunchFacts):
 
     def lengths_obstacle(self, seqlen_q: int, seqlen_k: int) -> str | None:
         """Why the kernel cannot run with such lengths, or None."""
-        if self.first_stores and self.causal and seqlen_q > seqlen_k:
+        if self.first_stores and self.causal and not self.varlen and seqlen_q > seqlen_k:
             return (
                 f"first_stores with {seqlen_q} causal queries of {seqlen_k} keys: no tile visits the first ones; "
                 "supported are up to as many queries as keys"
             )
         return None
+
+    @property
+    def tiles_found(self) -> bool:
+        """The kernel before finds the tiles of all numbers: where they are handed out nobody else has registers for it."""
+        return self.handed_out and self.varlen
+
+    @property
+    def visits_checked(self) -> bool:
+        """Sums that no tile has stored must not be read: lengths say so on the GPU."""
+        return self.first_stores and self.varlen
 
     @property
     def turns(self) -> bool:
@@ -132,6 +145,8 @@ class BackwardLaunch(LaunchFacts):
     @property
     def least_heads(self) -> int:
         """Heads of a section of a sequence, if it has so many: those of different lengths fill each other's gaps."""
+        if self.tiles_found:
+            return HANDED_SECTION_HEADS
         return UNEVEN_SECTION_HEADS if self.causal or self.ordered else 1
 
     @property
@@ -158,21 +173,25 @@ class BackwardLaunch(LaunchFacts):
     def optional_tensors(self) -> tuple[str, ...]:
         """Tensors that the launch takes after dk and dv, in order."""
         given = {"alibi_slopes": self.alibi, "turns": self.turns, "next_tile": self.handed_out}
+        given[FOUND_TILES] = self.tiles_found
         return (*_present(given | self._lengths()), *self._aux())
 
     @property
     def given_tensors(self) -> tuple[str, ...]:
         """Those of them that are not part of the workspace."""
-        return tuple(name for name in self.optional_tensors if name not in COUNTERS)
+        return tuple(name for name in self.optional_tensors if name not in WORDS)
 
-    def workspace(self, blocks) -> dict[str, tuple]:
+    def workspace(self, blocks, tiles) -> dict[str, tuple]:
         """(first, count) of what a backward needs for itself, by name, in numbers of 4 bytes of one allocation; dual-mode.
 
         Args:
             blocks: of queries, of all heads and batch entries.
+            tiles: of keys, of all KV heads and batch entries; those that are found before have words here.
         """
         rows = blocks * self.tile_m
         sizes = {"sums": rows * self.dq_width, "lse": rows, "delta": rows}
+        if self.tiles_found:
+            sizes[FOUND_TILES] = tiles * self.tile_slots[0]
         if self.handed_out:
             sizes["next_tile"] = LINE
         if self.turns:
@@ -183,6 +202,6 @@ class BackwardLaunch(LaunchFacts):
             first = first + size
         return places
 
-    def workspace_numbers(self, blocks) -> int:
-        """How many that are; ``blocks`` as there."""
-        return sum(size for _, size in self.workspace(blocks).values())
+    def workspace_numbers(self, blocks, tiles) -> int:
+        """How many that are; ``blocks`` and ``tiles`` as there."""
+        return sum(size for _, size in self.workspace(blocks, tiles).values())

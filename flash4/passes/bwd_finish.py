@@ -6,10 +6,11 @@ from cutlass import BFloat16, Float16, Float32
 from cutlass.memory import SmemAllocator
 
 from flash4.common.fragments import GROUP_NUMBERS, dq_place, warp_dq_place
-from flash4.common.kv_sequences import Side
+from flash4.common.geometry import QueryBlocks
+from flash4.common.kv_sequences import Side, visited_rows
 from flash4.passes.bwd_config import THREADS, FinishConfig
 from flash4.passes.bwd_prepare import VECTOR, place_of
-from flash4.passes.bwd_rows import fake_lengths, queries_side, rows_of
+from flash4.passes.bwd_rows import fake_lengths, fake_rows, keys_side, queries_side, rows_of
 
 PARTS = 2  # MMA warpgroups of the backward
 PART_THREADS = THREADS // PARTS
@@ -43,20 +44,26 @@ class FinishBackward:
             assumed_align=16,
         )
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-        return ((sums, dq, *fake_lengths(c)), Float32(1.0), stream)
+        tensors = (sums, dq, *fake_lengths(c))
+        if c.checks:
+            tensors += fake_rows(self.dtype, c)
+        return (tensors, Float32(1.0), stream)
 
     @cute.jit
     def __call__(
         self,
-        tensors,  # sums (B, H, blocks, tile_m tile_d), float32, dq (B, S, H, D); cu_q, used_q
+        tensors,  # sums (B, H, blocks, tile_m tile_d), float32, dq (B, S, H, D); cu_q, used_q; if checked k (B, S, H, D), cu_k, used_k
         scale: Float32,
         stream,
     ):
         """Launch."""
         sums, dq, *lengths = tensors
         blocks = (sums.shape[2], sums.shape[1])
-        side = queries_side(self.config, dq, lengths)
-        self.kernel((sums, dq), scale, blocks, side).launch(
+        count, keys = self.config.cu_q + self.config.used_q, None
+        side = queries_side(self.config, dq, lengths[:count])
+        if cutlass.const_expr(self.config.checks):
+            keys = keys_side(self.config, lengths[count], lengths[count + 1 :])
+        self.kernel((sums, dq), scale, blocks, side, keys).launch(
             grid=(sums.shape[2] * sums.shape[1] * sums.shape[0], 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -64,7 +71,7 @@ class FinishBackward:
         )
 
     @cute.kernel
-    def kernel(self, tensors: tuple, scale: Float32, blocks: tuple, side: Side):
+    def kernel(self, tensors: tuple, scale: Float32, blocks: tuple, side: Side, keys):
         """Sums -> registers -> shared memory, by rows -> dQ."""
         c, (sums, dq) = self.config, tensors
         thread, _, _ = cute.arch.thread_idx()
@@ -73,6 +80,9 @@ class FinishBackward:
         count, _, _ = cute.arch.grid_dim()
         block, head, batch = place_of(count - 1 - index, blocks)
         rows = rows_of(side, thread, (block, batch), dq, c.tile_m)
+        used = rows.used
+        if cutlass.const_expr(c.checks):
+            used = visited_rows(QueryBlocks(c.tile_m, c.tile_n, c.causal), keys, rows)
         part, mine = thread // PART_THREADS, thread % PART_THREADS
         width = c.tile_d + VECTOR  # rows apart by other than whole turns of the banks
         sQ = SmemAllocator().allocate_tensor(
@@ -93,8 +103,8 @@ class FinishBackward:
                 else:
                     query, column = dq_place(c, part, mine, group, number)
                 value = values[number, group] * scale
-                if cutlass.const_expr(side is not None):  # rows may be stored but not in use
-                    value = Float32(cutlass.select_(query < rows.used, value, Float32(0.0)))
+                if cutlass.const_expr(c.varlen):  # rows may not be in use
+                    value = Float32(cutlass.select_(query < used, value, Float32(0.0)))
                 sQ[query, column] = value.to(self.dtype)
         cute.arch.sync_threads()
         vectors = c.tile_d // VECTOR  # of a row

@@ -5,10 +5,14 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from flash4.common.kv_sequences import Side
+from flash4.common.geometry import QueryBlocks
+from flash4.common.graph import WARP
+from flash4.common.kv_one_tile import TILE_WORDS, find_into
+from flash4.common.kv_sequences import SequenceSchedule, Side
+from flash4.common.kv_tiles import KvGrid
 from flash4.common.numerics import LOG2E
 from flash4.passes.bwd_config import THREADS, PrepareConfig
-from flash4.passes.bwd_rows import fake_lengths, queries_side, rows_of
+from flash4.passes.bwd_rows import fake_lengths, fake_rows, keys_side, queries_side, rows_of
 
 VECTOR = 8  # 16-bit elements of one load
 FLOATS = 4  # float32 of one store
@@ -68,26 +72,45 @@ class PrepareBackward:
             tensors += (fake(Int32, (1,), stride=(1,), assumed_align=4),)
         if c.dlse:
             tensors += (statistic(seqlen, sym()),)
+        if c.finds:
+            found = fake(Int32, (cute.sym_int(), TILE_WORDS), stride=(sym(4), 1), assumed_align=16)
+            numbers = (Int32(1),) * (1 + c.left + c.right)
+            tensors += (found, *numbers, *fake_rows(self.dtype, c))
         return (tensors, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True))
 
     @cute.jit
     def __call__(
         self,
-        tensors,  # out, dout (B, S, H, Dv), lse (B, H, S); lse2, delta (B, H, padded S), dq (B, H, blocks, ..); cu_q, used_q, turns, next_tile, dlse
+        tensors,  # out, dout (B, S, H, Dv), lse (B, H, S); lse2, delta (B, H, padded S), dq (B, H, blocks, ..); cu_q, used_q, turns, next_tile, dlse; see ``_schedule``
         stream,
     ):
         """Launch."""
         sums, lengths = tensors[5], self.config.cu_q + self.config.used_q
         blocks = (sums.shape[2], sums.shape[1])
         side = queries_side(self.config, tensors[0], tensors[6 : 6 + lengths])
-        self.kernel(tensors[:6] + tensors[6 + lengths :], blocks, side).launch(
+        keys, facts = self._facts(tensors)
+        tensors = tensors[:6] + tensors[6 + lengths :]
+        self.kernel(tensors, blocks, side, keys, facts).launch(
             grid=(sums.shape[2] * sums.shape[1] * sums.shape[0], 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
         )
 
+    def _facts(self, tensors):
+        """Keys of the next kernel's tiles, and (place for these, KV heads, query heads of each, tiles of a section, sides of
+        the window), which the last tensors say; None if tiles are not looked for.
+        """
+        c, out = self.config, tensors[0]
+        if not c.finds:
+            return None, None
+        numbers, lengths = 1 + c.left + c.right, c.cu_k + c.used_k
+        found, section, *rest = tensors[len(tensors) - lengths - 2 - numbers :]
+        sides, (k, *lengths) = rest[: numbers - 1], rest[numbers - 1 :]
+        heads = (k.shape[2], out.shape[2] // k.shape[2])
+        return keys_side(c, k, lengths), (found, *heads, section, *sides)
+
     @cute.kernel
-    def kernel(self, tensors: tuple, blocks: tuple, side: Side):
+    def kernel(self, tensors: tuple, blocks: tuple, side: Side, keys, facts):
         """All loads first: they are what takes the time."""
         c = self.config
         out, dout, lse, lse2, delta, sums, *optional = tensors
@@ -112,7 +135,9 @@ class PrepareBackward:
         stored = (mine.entry, head, row_in(out, mine.begin + thread))  # whose statistics it stores
         row_lse, row_dlse = lse[stored], Float32(0.0)
         if cutlass.const_expr(c.dlse):
-            row_dlse = optional[-1][stored]
+            row_dlse = optional[c.turns + c.handed_out][stored]
+        if cutlass.const_expr(c.finds):
+            self._find(facts[0], self._schedule(side, keys, *facts[1:]))
         if cutlass.const_expr(c.zeroes):
             zeros = cute.make_rmem_tensor(FLOATS, Float32)
             zeros.fill(0.0)
@@ -144,6 +169,26 @@ class PrepareBackward:
             delta[batch, head, slot] = sign * cutlass.select_(
                 seen, sD[thread] - row_dlse, Float32(0.0)
             )
+
+    def _schedule(self, queries, keys, heads_kv, ratio, section, *sides):
+        """Tiles of the next kernel."""
+        c = self.config
+        left, right = sides[0] if c.left else None, sides[-1] if c.right else None
+        blocks = QueryBlocks(c.tile_m, c.tile_n, c.causal, left, right)
+        grid = KvGrid(0, heads_kv, 0, ratio)
+        return SequenceSchedule(blocks, grid, queries, keys, section, c.least_heads)
+
+    @cute.jit
+    def _find(self, found, schedule):
+        """Look for the tiles of all numbers, each by a warp."""
+        thread, _, _ = cute.arch.thread_idx()
+        index, _, _ = cute.arch.block_idx()
+        count, _, _ = cute.arch.grid_dim()
+        warps = THREADS // WARP
+        number = index * warps + thread // WARP
+        while number < cute.size(found, mode=[0]):
+            find_into(found[number, None], schedule, thread % WARP, number)
+            number = number + count * warps
 
 
 def place_of(index, blocks):

@@ -8,7 +8,7 @@ from cutlass import BFloat16, Float16, Int32, Int64
 
 from flash4.common.kernels import load_kernel
 from flash4.common.launch_arguments import fake_whole_backward
-from flash4.common.launch_facts import COUNTERS
+from flash4.common.launch_facts import COUNTERS, WORDS
 from flash4.passes.bwd_config import WholeConfig
 from flash4.passes.bwd_finish import FinishBackward
 from flash4.passes.bwd_prepare import PrepareBackward
@@ -44,17 +44,19 @@ class WholeBackward:
         def view(name, first, shape):
             return part_of(workspace, name, first, shape)
 
-        prepare, main, finish = self.config.parts(tensors, view, Int64)
+        prepare, main, finish = self.config.parts(tensors, (numbers, section), view, Int64)
         self.prepare(prepare, stream)
         self.main(main, numbers, section, stream)
         self.finish(finish, numbers[0], stream)
 
 
 def part_of(workspace, name: str, first, shape):
-    """Part of the workspace from number ``first`` on, compact; counters are int32."""
+    """Part of the workspace from number ``first`` on, compact; counters and words of tiles are int32."""
     pointer, divisor = workspace.iterator + first, FLOATS_ALIGN // 4
+    if name in WORDS:
+        pointer = cute.recast_ptr(pointer, dtype=Int32)
     if name in COUNTERS:
-        pointer, divisor = cute.recast_ptr(pointer, dtype=Int32), 1
+        divisor = 1
     strides = [1]
     for size in shape[:0:-1]:
         strides.insert(0, cute.assume(Int64(strides[0]) * size, divby=divisor))

@@ -6,7 +6,14 @@ import numpy as np
 
 from flash4.common.dsl import plain
 from flash4.common.geometry import ceil_div
-from flash4.common.kv_sequences import SequenceSchedule, SequenceTile, Side, find_tile, row_block
+from flash4.common.kv_sequences import (
+    SequenceSchedule,
+    SequenceTile,
+    Side,
+    find_tile,
+    row_block,
+    visited_rows,
+)
 from flash4.common.kv_tiles import KvGrid
 from flash4.sim.handout import HostWarp
 
@@ -53,12 +60,23 @@ def sides_of(config, q, k, options) -> tuple[Side, Side]:
 
 def tiles_of_ctas(config, blocks, sides, heads: tuple[int, int], workers, section):
     """Tiles of each of so many CTAs; fewer if there are fewer tiles. ``heads`` are KV heads, and query heads of each."""
-    grid = KvGrid(0, heads[0], 0, heads[1])
-    schedule = HostTiles(blocks, grid, *sides, section, config.least_heads)
+    schedule = _schedule(config, blocks, sides, heads, section)
     found = (plain(find_tile)(schedule, HostWarp(), n) for n in range(schedule.total))
     tiles = [tile for tile in found if tile.valid]
     shares = [tuple(tiles[i::workers]) for i in range(min(workers, len(tiles)))]
     return [replace(schedule, mine=share) for share in shares]
+
+
+def _schedule(config, blocks, sides, heads, section) -> HostTiles:
+    grid = KvGrid(0, heads[0], 0, heads[1])
+    backwards = getattr(config, "backwards", False)
+    return HostTiles(blocks, grid, *sides, section, config.least_heads, backwards)
+
+
+def tiles_handed_out(config, blocks, sides, heads: tuple[int, int], workers, section):
+    """The same where a CTA is handed any of all numbers: the whole schedule for each."""
+    schedule = _schedule(config, blocks, sides, heads, section)
+    return [schedule] * min(workers, schedule.total)
 
 
 def slots_and_entries(side: Side) -> tuple[int, int]:
@@ -88,10 +106,14 @@ def to_slots(side: Side, x, fill):
     return found
 
 
-def to_rows(side: Side, sums, out):
-    """dQ by slots (entries, H, slots tile, D) into rows of ``out`` (B, S, H, D); what is not in use is 0."""
+def to_rows(side: Side, sums, out, visits=None):
+    """dQ by slots (entries, H, slots tile, D) into rows of ``out`` (B, S, H, D); what is not in use is 0.
+
+    ``visits`` are the visiting rule and the keys, where sums that no tile has visited may be anything.
+    """
     for entry, slot, rows in blocks_of_rows(side):
-        stored, used = (min(max(n, 0), side.tile) for n in (rows.stored, rows.used))
+        used = visited_rows(*visits, rows) if visits else rows.used
+        stored, used = (min(max(n, 0), side.tile) for n in (rows.stored, used))
         block = sums[entry, :, slot * side.tile :][:, : side.tile, : out.shape[3]]
         target = out[rows.entry, rows.begin : rows.begin + stored]
         target[:] = 0

@@ -11,7 +11,13 @@ from flash4.common.numerics import LOG2E
 from flash4.common.tiles import Grid
 from flash4.common.varlen import Sequences
 from flash4.problem import CallOptions, positive_scale
-from flash4.sim.bwd_sequences import sides_of, tiles_of_ctas, to_rows, to_slots
+from flash4.sim.bwd_sequences import (
+    sides_of,
+    tiles_handed_out,
+    tiles_of_ctas,
+    to_rows,
+    to_slots,
+)
 
 
 def round_to_16_bit(x: np.ndarray, bf16: bool) -> np.ndarray:
@@ -132,7 +138,8 @@ class BackwardCall:
         """Tiles of each CTA; of sequences of one length so many CTAs take turns, if there are so many tiles."""
         if config.varlen:
             heads = (self.grid.heads_kv, self.grid.ratio)
-            return tiles_of_ctas(config, self.blocks, self.sides, heads, workers, 1 + seed % 7)
+            share = tiles_handed_out if config.handed_out else tiles_of_ctas
+            return share(config, self.blocks, self.sides, heads, workers, 1 + seed % 7)
         workers, section = min(workers, self.grid.total), 1 + seed % self.grid.head_count
         return [
             KvTileSchedule(self.blocks, self.grid, section, i, workers, *self.rows)
@@ -158,7 +165,8 @@ def gradients(sums, call, packed) -> tuple[np.ndarray, ...]:
         packed: whether q is, and whether k and v are.
     """
     dq = round_to_16_bit(sums * np.float32(call.options.softmax_scale), call.config.bf16)
-    side, _ = sides_of(call.config, call.q, call.k, call.options)
-    dq = to_rows(side, dq, np.full(call.q.shape, np.nan, np.float32))
+    side, keys = sides_of(call.config, call.q, call.k, call.options)
+    visits = (call.config.blocks(), keys) if call.config.visits_checked else None
+    dq = to_rows(side, dq, np.full(call.q.shape, np.nan, np.float32), visits)
     results = zip((dq, call.dk, call.dv), (packed[0], packed[1], packed[1]), strict=True)
     return tuple(x[0] if is_packed else x for x, is_packed in results)

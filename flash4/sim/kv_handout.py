@@ -2,9 +2,14 @@
 beforehand."""
 
 import copy
+from dataclasses import fields
 
+from flash4.common.dsl import plain
 from flash4.common.graph import Ring
+from flash4.common.kv_handout import GivenSequenceTiles, HandedSequenceTile
+from flash4.common.kv_sequences import SequenceTile, find_tile
 from flash4.sim.barriers import Barrier
+from flash4.sim.handout import HostWarp
 from flash4.sim.machine import Machine
 from flash4.sim.memory import Region
 
@@ -64,10 +69,16 @@ class HostKvSlots:
 
     def post(self, number, index):
         """Fill a slot."""
-        slot = number % self.count
-        self._entries[slot].touch(True)
-        self._held[slot] = index
-        self._full[slot].arrive()
+        self._put(number, index)
+        self.fill(number)
+
+    def _put(self, number, held):
+        self._entries[number % self.count].touch(True)
+        self._held[number % self.count] = held
+
+    def fill(self, number):
+        """Say that a slot is full."""
+        self._full[number % self.count].arrive()
         self._machine.give_way()
 
     def read(self, number):
@@ -80,3 +91,37 @@ class HostKvSlots:
         """Give a slot back."""
         self._empty[number % self.count].arrive(self._arrivals)
         self._machine.give_way()
+
+
+class HostSequenceSlots(HostKvSlots):
+    """The same of a call with sequences of different lengths. A slot is given back when its tile is done."""
+
+    def _check_balance(self):
+        """All slots were given back but that of the end."""
+        held = sum(full.phase - empty.phase for full, empty in zip(self._full, self._empty))
+        if held != 1 or any(b.missing != b.arrivals for b in self._full + self._empty):
+            self._machine.report(
+                f"the CTA ends with {held} tiles that were not given back, its end among them"
+            )
+
+    def find(self, schedule, number, index):
+        """Put the tile of an index into a slot. Returns whether there is one."""
+        tile = plain(find_tile)(schedule, HostWarp(), index)
+        self._put(number, tile)
+        return tile.valid
+
+    def tile(self, number):
+        """The tile in a slot."""
+        tile = self.read(number)
+        known = {field.name: getattr(tile, field.name) for field in fields(SequenceTile)}
+        return HandedSequenceTile(**known, number=number)
+
+    def place(self, schedule, number):
+        """Where it lies."""
+        return schedule.where(self.read(number))
+
+
+class HostGivenSequenceTiles(GivenSequenceTiles):
+    """The tiles of ``load``, in plain Python."""
+
+    _next = plain(GivenSequenceTiles._next)

@@ -9,7 +9,8 @@ import numpy as np
 
 from flash4.common.dsl import plain
 from flash4.common.graph import WARP, WARPGROUP
-from flash4.common.kv_handout import GivenKvTiles, ToldKvTiles
+from flash4.common.kv_handout import GivenKvTiles, ToldKvTiles, ToldSequenceTiles
+from flash4.common.kv_sequences import SequenceSchedule
 from flash4.problem import CallOptions
 from flash4.sim.barriers import NamedBarrier, Semaphore
 from flash4.sim.bulk import Accumulator, BulkGroups
@@ -20,7 +21,7 @@ from flash4.sim.bwd_sequences import (
 )
 from flash4.sim.calls import BackwardCall, batched, gradients, prepare
 from flash4.sim.handout import shared_out
-from flash4.sim.kv_handout import HostKvSlots
+from flash4.sim.kv_handout import HostGivenSequenceTiles, HostKvSlots, HostSequenceSlots
 from flash4.sim.limits import check_graph
 from flash4.sim.machine import Machine
 from flash4.sim.memory import Fragment, Region, Space
@@ -203,6 +204,12 @@ class Inbox:
         self._box.empty.machine.give_way()
 
 
+def stored_rows(where, first) -> slice:
+    """Rows of a tensor that a warpgroup's keys from ``first`` on have, as far as their sequence is stored."""
+    end = max(first, min(first + MMA_ROWS, where.stored_k))
+    return slice(where.row_k + first, where.row_k + end)
+
+
 class ReduceOps:
     """Verbs of the ``reduce`` role, for one MMA warpgroup's part of dQ."""
 
@@ -224,8 +231,9 @@ class ReduceOps:
         self._store("dv", self._call.dv, tile)
 
     def _store(self, name, result, tile):
-        first = tile.n_block * TILE_N + self._group * MMA_ROWS
-        target = result[tile.batch, first : first + MMA_ROWS, tile.head_kv]
+        where, first = self._call.tiles.where(tile), tile.n_block * TILE_N + self._group * MMA_ROWS
+        rows = stored_rows(where, first)
+        target = result[where.entry_k, rows, tile.head_kv]
 
         def put(array):
             target[:] = array[: target.shape[0], : target.shape[1]]
@@ -267,6 +275,8 @@ class ReduceOps:
 
     def _add(self, key, tile):
         call = self._call
+        if call.config.first_stores and not call.tiles.is_seen(tile):
+            return  # its step's place may be another's
         if key not in call.sums:
             # Tiles that have no turn add zeros, in any order.
             ordered = call.config.ordered and not (call.config.left or call.config.varlen)
@@ -424,10 +434,7 @@ class MmaOps:
 
     def _store(self, tile, name, target):
         where = self._call.tiles.where(tile)
-        first = tile.n_block * self._config.tile_n + self._rows.start
-        rows = slice(
-            where.row_k + first, where.row_k + max(first, min(first + MMA_ROWS, where.stored_k))
-        )
+        rows = stored_rows(where, tile.n_block * self._config.tile_n + self._rows.start)
         region = self._put(name)
         self._machine.fence()
         self._start_store(region, target[where.entry_k, rows, tile.head_kv])
@@ -504,9 +511,15 @@ def simulate_backward(
     return gradients(sums, call, packed)
 
 
+def total_of(tiles) -> int:
+    """Number of all tiles of a schedule."""
+    return tiles.total if isinstance(tiles, SequenceSchedule) else tiles.grid.total
+
+
 def _sums(call: Call) -> np.ndarray:
     """What CTAs have added to dQ, (batch entry, head, queries of all blocks, padded head dim)."""
-    dq = np.zeros(call.sums_shape, np.float32)
+    fill = np.nan if call.config.visits_checked else 0
+    dq = np.full(call.sums_shape, fill, np.float32)
     for key, part in call.sums.items():
         dq[call.place(key)] = part.values
     return dq
@@ -524,7 +537,8 @@ def backward_machines(config, tensors, options, workers, seed, variation=None, d
     numbers = [None] * len(ctas)
     if not config.varlen:
         ctas = [replace(tiles, backwards=config.backwards) for tiles in ctas]
-        numbers = shared_out(made.grid.total, len(ctas), seed)
+    if config.handed_out:
+        numbers = shared_out(total_of(ctas[0]), len(ctas), seed)
     dk, dv = (np.full(x.shape, np.nan, np.float32) for x in (k, v))
     entries, slots = slots_and_entries(sides[0])
     shape = (entries, q.shape[2], slots * config.tile_m, config.dq_width)
@@ -598,7 +612,10 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, n
     turns = barriers_of_turns(machine) if config.alternate else None
     roles = {name: plain(getattr(role_class, name)) for name in ("load", "mma", "reduce")}
     order, call_for = ("k", "v", "q", "do"), _tiles_of_roles(machine, call, memory, numbers)
-    mine = call_for(GivenKvTiles, 1)
+    given, told = GivenKvTiles, ToldKvTiles
+    if config.varlen:
+        given, told = HostGivenSequenceTiles, ToldSequenceTiles
+    mine = call_for(given, 1)
     machine.spawn(
         f"{prefix}load", roles["load"], schedule, LoadOps(mine), mine.tiles, *ends("load", order)
     )
@@ -611,7 +628,7 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, n
                 for number, what in ((BARRIER_DQ_FULL, "full"), (BARRIER_DQ_EMPTY, "empty"))
             ),
         )
-        mine = call_for(ToldKvTiles, WARPS)
+        mine = call_for(told, WARPS)
         ops = variation.mma_ops(machine, mine, prefix, group, regions, box)
         ends_and_signals = (
             *ends("mma", order),
@@ -621,7 +638,7 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str, n
         machine.spawn(
             f"{prefix}mma[{group}]", roles["mma"], schedule, ops, mine.tiles, *ends_and_signals
         )
-        mine = call_for(ToldKvTiles, 1)
+        mine = call_for(told, 1)
         ops = ReduceOps(machine, mine, box, regions, group)
         machine.spawn(
             f"{prefix}reduce[{group}]", roles["reduce"], schedule, ops, mine.tiles, Inbox(box)
@@ -633,6 +650,7 @@ def _tiles_of_roles(machine: Machine, call: Call, memory: Space, numbers):
     config, graph = call.config, call.config.graph
     if not config.handed_out:
         return lambda kind, arrivals: call
-    place, beyond = (memory, graph.addresses()["tiles"]), call.tiles.grid.total
-    slots = HostKvSlots(machine, graph.ring("tiles"), place, config.tile_readers, numbers, beyond)
+    place, beyond = (memory, graph.addresses()["tiles"]), total_of(call.tiles)
+    kind = HostSequenceSlots if config.varlen else HostKvSlots
+    slots = kind(machine, graph.ring("tiles"), place, config.tile_readers, numbers, beyond)
     return lambda kind, arrivals: replace(call, tiles=kind(call.tiles, slots.of_role(arrivals)))

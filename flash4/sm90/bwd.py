@@ -27,7 +27,12 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from flash4.common.graph import WARP, WARPGROUP
-from flash4.common.kv_handout import GivenKvTiles, ToldKvTiles
+from flash4.common.kv_handout import (
+    GivenKvTiles,
+    GivenSequenceTiles,
+    ToldKvTiles,
+    ToldSequenceTiles,
+)
 from flash4.common.kv_one_tile import TILE_WORDS, OneTile
 from flash4.common.kv_sequences import SequenceSchedule
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
@@ -39,11 +44,11 @@ from flash4.common.tma_views import (
     ragged_store_view,
 )
 from flash4.sm90.bwd_alternate_roles import AlternateRoles
-from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, TILE_N, TILE_SLOTS, BackwardConfig
+from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, TILE_N, BackwardConfig
 from flash4.sm90.bwd_late_roles import LateRoles
 from flash4.sm90.bwd_ops import Exchange, Inbox, LoadOps, MmaOps, Outbox, ReduceOps
 from flash4.sm90.bwd_roles import BackwardRoles
-from flash4.sm90.bwd_slots import KvTileSlots
+from flash4.sm90.bwd_slots import KvTileSlots, SequenceSlots
 from flash4.sm90.fwd_config import ELEMENT_BYTES, MMA_ROWS, SMEM_ALIGN, SMEM_LIMIT
 from flash4.sm90.fwd_ops import Operand, element
 
@@ -89,6 +94,7 @@ class RunTime:
     slopes: object  # (B, H), float32
     turns: object  # (B, H, blocks, 2), int32
     next_tile: object  # (1,) int32, zero at the launch
+    found_tiles: object  # (numbers of tiles, words of each) int32
     aux: object  # tuple of tensors that mods read
     section: Int32
     seqlen_q: Int32
@@ -172,6 +178,7 @@ class BackwardSm90:
             slopes=optional.get("alibi_slopes"),
             turns=optional.get("turns"),
             next_tile=optional.get("next_tile"),
+            found_tiles=optional.get("found_tiles"),
             aux=aux_of(optional),
             section=section,
             seqlen_q=q.shape[1],
@@ -293,9 +300,9 @@ class BackwardSm90:
         slots = None
         tiles = self._tiles(run_time, grid, smem, (start, ctas))
         if cutlass.const_expr(c.handed_out):
-            slots = self._open_tiles(smem, pointers, run_time.next_tile, (start, ctas, lane))
+            slots = self._open_tiles(smem, pointers, run_time, (start, ctas, lane))
             slots.open(thread, c.tile_readers)
-        if cutlass.const_expr(c.varlen):
+        if cutlass.const_expr(c.varlen and not c.handed_out):
             if warp == FINDING_WARP:
                 tiles.find(thread, start)
         cute.arch.mbarrier_init_fence()
@@ -303,7 +310,10 @@ class BackwardSm90:
 
         load_tiles = tiles
         if cutlass.const_expr(c.handed_out):
-            load_tiles, tiles = GivenKvTiles(tiles, slots), ToldKvTiles(tiles, slots)
+            given, told = GivenKvTiles, ToldKvTiles
+            if cutlass.const_expr(c.varlen):
+                given, told = GivenSequenceTiles, ToldSequenceTiles
+            load_tiles, tiles = given(tiles, slots), told(tiles, slots)
         load, reduce, mma = (self.graph.role(name) for name in ("load", "reduce", "mma"))
         if group == 0:
             cute.arch.setmaxregister_decrease(load.registers)
@@ -334,10 +344,13 @@ class BackwardSm90:
             lengths = (run_time.seqlen_q, run_time.seqlen_k)
             return KvTileSchedule(blocks, grid, section, *place, *lengths, backwards=c.backwards)
         sides = (run_time.queries, run_time.keys)
+        schedule = SequenceSchedule(blocks, grid, *sides, section, c.least_heads, c.backwards)
+        if c.handed_out:
+            return schedule
         words = cute.make_tensor(
             smem.allocate_array(Int32, TILE_WORDS), cute.make_layout(TILE_WORDS)
         )
-        return OneTile(SequenceSchedule(blocks, grid, *sides, section, c.least_heads), words)
+        return OneTile(schedule, words)
 
     def _allocate(self, smem):
         """Pointers to the shared memory of each buffer that has its own, by the graph's map."""
@@ -346,15 +359,18 @@ class BackwardSm90:
             for name, nbytes in self.graph.allocations().items()
         }
 
-    def _open_tiles(self, smem, pointers, next_tile, place):
+    def _open_tiles(self, smem, pointers, run_time, place):
         """Slots and barriers of the ring of tiles."""
         words = cute.recast_ptr(pointers["tiles"], dtype=Int32)
-        full, empty = (smem.allocate_array(cutlass.Int64, TILE_SLOTS) for _ in range(2))
-        start, ctas, lane = place
-        slots = cute.make_tensor(words, cute.make_layout(TILE_SLOTS))
+        shape, (start, ctas, lane) = self.config.tile_slots, place
+        full, empty = (smem.allocate_array(cutlass.Int64, shape[1]) for _ in range(2))
+        slots = cute.make_tensor(words, cute.make_layout(shape))
         # Who waits for another tile's addition must not wait for a CTA that has not begun, wherever fewer fit than asked for.
         owned = not self.config.turns
-        return KvTileSlots(slots, full, empty, next_tile, start, ctas, lane % WARP, owned)
+        fields = (slots, full, empty, run_time.next_tile, start, ctas, lane % WARP, owned)
+        if self.config.tiles_found:
+            return SequenceSlots(*fields, run_time.found_tiles)
+        return KvTileSlots(*fields)
 
     def _shared(self, pointers):
         """Tensors in shared memory, by the graph's map."""

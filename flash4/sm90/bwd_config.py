@@ -21,6 +21,8 @@ REGISTERS = (240, 24)  # per thread of ``mma``, and of the warpgroup of the othe
 TURN_REGISTERS = (232, 40)  # where those work out more, and ``mma`` can spare them
 STAGES = 2
 TILE_SLOTS = 2  # of the ring of tiles, where they are handed out
+SEQUENCE_WORDS = 16  # ``kv_one_tile.TILE_WORDS``
+SEQUENCE_SLOTS = 2  # where a slot is held as long as its tile is worked on
 
 
 class BackwardFacts(ModFacts, BackwardLaunch):
@@ -124,10 +126,6 @@ class BackwardConfig(BackwardFacts):
             )
         if self.backwards and self.left:
             raise ValueError("backwards with a window that limits the left side is not built")
-        if self.varlen and (self.handed_out or self.first_stores or self.backwards):
-            raise ValueError(
-                "handed_out, first_stores and backwards are for sequences of one length"
-            )
 
     def _check_tile(self):
         if self.swap_dq and (self.tile_d != 2 * MMA_ROWS or self.tile_m % 16):
@@ -170,6 +168,11 @@ class BackwardConfig(BackwardFacts):
         return self.tile_m * self.dq_width // MMA_WARPGROUPS
 
     @property
+    def tile_slots(self) -> tuple[int, int]:
+        """(words, slots) of the ring of tiles."""
+        return (SEQUENCE_WORDS, SEQUENCE_SLOTS) if self.varlen else (1, TILE_SLOTS)
+
+    @property
     def tile_readers(self) -> int:
         """Warps that are told which tile comes next, where tiles are handed out."""
         return sum(self.graph.role(name).active_warps for name in ("reduce", "mma"))
@@ -182,7 +185,7 @@ class BackwardConfig(BackwardFacts):
         load --[v x1 tma->warps]--> mma
         load --[q x2 tma->warps]--> mma
         load --[do x2 tma->warps]--> mma
-        load --[tiles x2 warp->warps]--> mma  (tiles handed out; ``reduce`` reads them too)
+        load --[tiles x2 warp->warps]--> mma  (tiles handed out; ``reduce`` reads them too; of sequences x3)
         """
         turns = self.ordered and (self.left or self.tile_d < 128)
         places = self.varlen and self.splits_queries
@@ -197,8 +200,9 @@ class BackwardConfig(BackwardFacts):
         tiles, words = (), ()
         hosts = {"dk": "k", "dv": "v"}
         if self.handed_out:
-            tiles = (Ring("tiles", load, mma, TILE_SLOTS, FLOAT_BYTES, tma=False),)
-            words = (Buffer("tiles", TILE_SLOTS * FLOAT_BYTES),)
+            size, slots = self.tile_slots
+            tiles = (Ring("tiles", load, mma, slots, FLOAT_BYTES * size, tma=False),)
+            words = (Buffer("tiles", slots * FLOAT_BYTES * size),)
             hosts = {"dk": "dq", "dv": "dq"}
         return PipelineGraph(
             roles=(load, reduce, mma),
@@ -313,12 +317,13 @@ def choose_order(config: BackwardConfig, problem) -> tuple[dict, tuple[str, ...]
     fields, reasons = {"chained": True}, ["kernels launched before the one before has ended"]
     # With the short steps that mods ask for there is no register left for it.
     crowded = has_mods(problem) and config.tile_m < MMA_ROWS
-    if config.varlen or crowded or not replace(config, handed_out=True).fits:
-        reasons.append("one CTA for each tile of keys: lengths, head dims or mods ask for it")
+    if crowded or not replace(config, handed_out=True).fits:
+        reasons.append("one CTA for each tile of keys: head dims or mods ask for it")
     else:
         fields |= {"handed_out": True, "backwards": not config.left}
         reasons.append("tiles handed out")
-        if not window and (not problem.causal or problem.seqlen_q <= problem.seqlen_k):
+        visited = problem.varlen or not problem.causal or problem.seqlen_q <= problem.seqlen_k
+        if not window and visited:
             fields["first_stores"] = True
             reasons.append(
                 "the first tile visits all queries, and stores its part of dQ instead of adding it to zeros"

@@ -18,7 +18,7 @@ from flash4.common.graph import WARP, WARPGROUP
 from flash4.common.mods import SeqlenInfo
 from flash4.common.numerics import LOG2E
 from flash4.common.tma_views import ragged_rows
-from flash4.sm90.bwd_config import MMA_WARPGROUPS, STAGES, BackwardConfig
+from flash4.sm90.bwd_config import STAGES, BackwardConfig
 from flash4.sm90.fwd_config import MMA_ROWS
 from flash4.sm90.fwd_ops import Operand, element, issue_mma, tma_load
 from flash4.sm90.fwd_rows import rows_of
@@ -276,10 +276,16 @@ class LoadOps:
         copy_row(sX[None, slot.index].iterator, source, c.statistics_bytes, slot.barrier)
 
 
-def store_rows(operand: Operand, tile, entry, warpgroup, sX):
-    """Store a warpgroup's 64 keys of dK or dV by TMA; rows past the sequence, which is an entry, are clipped."""
-    mX = operand.tensor[None, None, tile.head_kv, entry]
-    store_tile(operand, mX, tile.n_block * MMA_WARPGROUPS + warpgroup, sX)
+def store_rows(ops, operand: Operand, tile, group, sX):
+    """Store 64 of the tile's keys of dK or dV by TMA; what comes after the sequence is not written."""
+    where, config = ops.tiles.where(tile), ops.config
+    if config.cu_k:
+        end, rows = where.row_k + where.stored_k, cute.size(operand.tensor, mode=[0])
+        mX = operand.tensor[None, None, tile.head_kv, end]
+        mX = cute.domain_offset((rows - where.stored_k, 0), mX)
+    else:
+        mX = operand.tensor[None, None, tile.head_kv, where.entry_k]
+    store_tile(operand, mX, tile.n_block * (config.tile_n // MMA_ROWS) + group, sX)
 
 
 def store_tile(operand: Operand, mX, block, sX):
@@ -319,21 +325,19 @@ class ReduceOps:
 
     def store_dk(self, tile):
         """Start the store of dK."""
-        entry = self.tiles.where(tile).entry_k
-        store_rows(self.dk_out, tile, entry, self.warpgroup, self.sDK)
+        store_rows(self, self.dk_out, tile, self.warpgroup, self.sDK)
         cute.arch.cp_async_bulk_commit_group()
 
     def store_dv(self, tile):
         """Start the store of dV."""
-        entry = self.tiles.where(tile).entry_k
-        store_rows(self.dv_out, tile, entry, self.warpgroup, self.sDV)
+        store_rows(self, self.dv_out, tile, self.warpgroup, self.sDV)
         cute.arch.cp_async_bulk_commit_group()
 
     def wait_turn(self, tile, i):
         """Wait until all tiles whose turn comes first have added theirs, or the first has stored its."""
         if self.config.ordered or self.config.first_stores:
-            first = imin(tile.n_block, 1)
-            before = self.rank_of_addition(tile, i) if self.config.ordered else first
+            behind = choose(self.tiles.is_seen(tile), imin(tile.n_block, 1), 0)
+            before = self.rank_of_addition(tile, i) if self.config.ordered else behind
             wait_for_count(self._turn(tile, i), before)
             cute.arch.fence_proxy("async.global")  # the copy engine comes after this thread
 
@@ -347,8 +351,12 @@ class ReduceOps:
 
     @cute.jit
     def _let_go(self, tile, i):
-        if tile.n_block == 0:
+        if self._is_first(tile):
             self._count(tile, i, 1)
+
+    def _is_first(self, tile):
+        """Whether the tile stores its parts of dQ."""
+        return (tile.n_block == 0) & self.tiles.is_seen(tile)
 
     def _count(self, tile, i, amount):
         """Wait until what was added is written; then let others see the addition of step ``i``."""
@@ -376,11 +384,17 @@ class ReduceOps:
         sums = self.mDQ[where.entry_q, head, where.slot_q + block, None]
         target = sums.iterator + first
         if self.config.first_stores:
-            puts = choose(tile.n_block == 0, 1, 0)
-            put_or_add_floats(target, self.sDQ.iterator, 4 * floats, puts)
+            self._put_or_add(tile, target, 4 * floats)
         else:
             add_floats(target, self.sDQ.iterator, 4 * floats)
         cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def _put_or_add(self, tile, target, nbytes: cutlass.Constexpr):
+        """A tile that nobody sees has a step of zeros in a place that may be another's: it leaves that alone."""
+        if self.tiles.is_seen(tile):
+            puts = choose(self._is_first(tile), 1, 0)
+            put_or_add_floats(target, self.sDQ.iterator, nbytes, puts)
 
     def wait_read(self):
         """Wait until the box has been read."""
@@ -696,7 +710,7 @@ class MmaOps:
                     dP[r, j] = dS
         dS = cute.make_tensor(self.tDKrDS.iterator, dp.layout)
         dS.store(dp.load().to(element(c)))
-        r2s = self._store_copy(self.mma_s, transposed=True)
+        r2s = self._store_copy(self.mma_s, transposed=True).get_slice(self.thread)
         target = r2s.partition_D(self.sDS)[None, None, None, i % self.config.ds_stages]
         cute.copy(r2s, r2s.retile(dS), target)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -719,7 +733,7 @@ class MmaOps:
         """This thread's copy of an accumulator in 16 bit from registers to shared memory."""
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transposed, 4), element(self.config))
         one_warpgroup = cute.make_tiled_mma(cute.make_mma_atom(tiled_mma.op), (1, 1, 1))
-        return cute.make_tiled_copy_C(atom, one_warpgroup).get_slice(self.thread)
+        return cute.make_tiled_copy_C(atom, one_warpgroup)
 
     def put_dq(self, dq):
         """Registers -> box, four numbers of a thread at a time: the order of the accumulator in global memory."""
@@ -747,15 +761,20 @@ class MmaOps:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=BARRIER_STORE + self.warpgroup, number_of_threads=WARPGROUP)
         if cute.arch.make_warp_uniform(self.thread // 32) == 0:
-            self._store(tile, self.dk_out, self.sDK)
-            self._store(tile, self.dv_out, self.sDV)
+            store_rows(self, self.dk_out, tile, self.key_group(), self.sDK)
+            store_rows(self, self.dv_out, tile, self.key_group(), self.sDV)
             cute.arch.cp_async_bulk_commit_group()
 
     def _stage(self, tiled_mma, acc, factor, sX):
         """Registers -> shared memory, in 16 bit."""
         values = cute.make_rmem_tensor(acc.layout, element(self.config))
         values.store((acc.load() * factor).to(element(self.config)))
-        r2s = self._store_copy(tiled_mma, transposed=False)
+        c, thread = self.config, self.thread
+        if c.handed_out and c.varlen:
+            thread = numerics.opaque(
+                thread
+            )  # or addresses would take registers throughout the tile
+        r2s = self._store_copy(tiled_mma, transposed=False).get_slice(thread)
         cute.copy(r2s, r2s.retile(values), r2s.partition_D(sX))
 
     def put_dk(self):
@@ -765,18 +784,6 @@ class MmaOps:
     def put_dv(self):
         """dV, registers -> box."""
         self._stage(self.mma_dv, self.dv_acc, Float32(1.0), self.sDV)
-
-    def _store(self, tile, operand, sX):
-        """Shared memory -> global memory."""
-        where = self.tiles.where(tile)
-        if self.config.cu_k:  # what comes after the sequence is not written
-            end, rows = where.row_k + where.stored_k, cute.size(operand.tensor, mode=[0])
-            mX = operand.tensor[None, None, tile.head_kv, end]
-            mX = cute.domain_offset((rows - where.stored_k, 0), mX)
-        else:
-            mX = operand.tensor[None, None, tile.head_kv, where.entry_k]
-        block = tile.n_block * (self.config.tile_n // MMA_ROWS) + self.key_group()
-        store_tile(operand, mX, block, sX)
 
     def wait_store(self):
         """Wait until this warp's stores have read their shared memory."""

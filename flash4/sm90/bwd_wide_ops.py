@@ -17,6 +17,7 @@ from flash4.sm90.bwd_ops import (
     MmaOps,
     ReduceOps,
     Scores,
+    store_rows,
 )
 from flash4.sm90.bwd_wide_config import PART_WIDTH
 from flash4.sm90.fwd_config import MMA_ROWS
@@ -197,7 +198,7 @@ class WideMmaOps(MmaOps):
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=BARRIER_STORE + self.warpgroup, number_of_threads=WARPGROUP)
         if cute.arch.make_warp_uniform(self.thread // 32) == 0:
-            self._store(tile, operand, sX)
+            store_rows(self, operand, tile, self.key_group(), sX)
             cute.arch.cp_async_bulk_commit_group()
 
 

@@ -138,12 +138,17 @@ def test_the_plan_bounds_the_workspace(name):
         assert "up to" in str(plan)
     else:
         blocks = exact = problem.sequences * -(-problem.seqlen_q // config.tile_m)
-    numbers = problem.heads * blocks * config.tile_m * (config.dq_width + 2)
-    assert plan.workspace_bytes == 4 * (numbers + 32 * config.handed_out)
+    of_tile = config.tile_slots[0] if config.tiles_found else 0
+    numbers = problem.heads * blocks * (config.tile_m * (config.dq_width + 2) + 2 * config.turns)
+    words = plan.grid.total * of_tile + 32 * config.handed_out
+    assert plan.workspace_bytes == 4 * (numbers + words)
     options = flash4.interface.options_of(*shapes, **problem.keywords("meta"))
-    entries = 1 if config.cu_q else problem.sequences
-    assert entries * ops.query_blocks(shapes[0], config.tile_m, options) == exact <= blocks
-    assert "found by its CTA" in str(plan)
+    entries = [1 if cu else problem.sequences for cu in (config.cu_q, config.cu_k)]
+    found = ops.slots_of_call(*shapes[:2], config, options)
+    assert entries[0] * found[0] == exact <= blocks
+    assert entries[1] * found[1] * shapes[1].shape[-2] <= plan.grid.total
+    found = "found before and handed out" if config.tiles_found else "each found by its CTA"
+    assert found in str(plan)
 
 
 def test_workspace_grows_with_rows_and_sequences_alone():

@@ -16,7 +16,8 @@ from flash4.interface import options_of
 from flash4.passes.bwd_config import FINISH, PREPARE
 from flash4.problem import AttentionProblem
 from flash4.sm90.fwd_config import choose_config
-from tests.host.test_backward_ops import NARROW, Inputs, finish, multiply, prepare, stand_in
+from tests.host.backward_kernels import finish, multiply, prepare
+from tests.host.test_backward_ops import NARROW, Inputs, stand_in
 
 
 def asked(**options):
@@ -60,7 +61,7 @@ def test_a_backward_taken_apart_is_the_whole():
         out, lse = flash4.flash_attn_func(*x.three, causal=True, return_lse=True)
         problem = AttentionProblem.of_call(*x.three, options)
         plan = dispatch.plan_backward(problem, "sm_90a", 132)
-        found = ops.launch_of(plan, ops.query_blocks(x.q, plan.config.tile_m, options), 132)
+        found = ops.launch_of(plan, ops.slots_of_call(x.q, x.k, plan.config, options), 132)
         noted = replace(
             found, function=lambda *given: calls.append(given) or found.function(*given)
         )

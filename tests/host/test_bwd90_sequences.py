@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 
 import flash4
 from flash4 import reference
+from flash4.common.kv_handout import ToldSequenceTiles
+from flash4.common.kv_one_tile import TILE_WORDS
 from flash4.common.kv_sequences import SequenceSchedule, Side
 from flash4.common.kv_tiles import KvSteps
 from flash4.interface import options_of
+from flash4.sim import bwd_sequences
 from flash4.sim.machine import Hazard
 from flash4.sim.sm90_bwd import simulate_backward
-from flash4.sm90.bwd_config import TILE_N
+from flash4.sm90.bwd_config import SEQUENCE_WORDS, TILE_N
 from tests import strategies
 from tests.checks import assert_gradients_close
 from tests.gpu.gradients import is_built
@@ -96,13 +99,14 @@ def arrays_of(problem, inputs, seed=0):
     return arrays, options, dout
 
 
-def run(problem, seed=0, workers=2, deterministic=False):
-    """Simulate a problem and check it."""
+def run(problem, seed=0, workers=2, deterministic=False, **changes):
+    """Simulate a problem, with changes of the config that it gets, and check it."""
     inputs, keywords = problem.tensors(seed=seed), problem.keywords()
     config = flash4.explain(
         *inputs, backward=True, deterministic=deterministic, arch="sm_90a", **keywords
     ).config
     assert config.varlen
+    config = replace(config, **changes)
     arrays, options, dout = arrays_of(problem, inputs, seed)
     results = simulator_of(config)(config, arrays, options, workers, seed)
     gradients = [torch.from_numpy(x).to(problem.dtype) for x in results]
@@ -114,6 +118,66 @@ def run(problem, seed=0, workers=2, deterministic=False):
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_numbers(name, deterministic):
     run(PROBLEMS[name], workers=3, deterministic=deterministic)
+
+
+ONE_TILE = {"handed_out": False, "first_stores": False, "backwards": False}
+ORDERS = {
+    "one tile": ONE_TILE,
+    "one tile, first stores": ONE_TILE | {"first_stores": True, "backwards": True},
+    "handed out": ONE_TILE | {"handed_out": True},
+    "handed out, first stores": {"handed_out": True, "first_stores": True, "backwards": False},
+    "handed out, late": {"handed_out": True, "first_stores": True, "late": True},
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["packed, causal", "all", "in use", "many", "d40 and 128"])
+def test_orders(name, order):
+    """Those that dispatch does not choose, too."""
+    for workers in (1, 4):
+        run(PROBLEMS[name], workers=workers, **ORDERS[order])
+
+
+def test_a_slot_of_the_ring_holds_a_tile():
+    assert SEQUENCE_WORDS == TILE_WORDS
+
+
+def given_back_at_once(self, number, told=ToldSequenceTiles._next):
+    """A slot is given back before its tile is done."""
+    tile = told(self, number)
+    self.slots.release(number)
+    return tile
+
+
+def not_given_back(self, tile):
+    """A slot is not given back."""
+    return self._next(tile.number + 1)
+
+
+@pytest.mark.parametrize(
+    "method, broken, hazard",
+    [("_next", given_back_at_once, "tiles"), ("next", not_given_back, "waits for.*tiles empty")],
+    ids=("early", "never"),
+)
+def test_slots_of_tiles_are_given_back_when_these_are_done(method, broken, hazard):
+    run(PROBLEMS["many"], workers=1)
+    with mock.patch.object(ToldSequenceTiles, method, broken):
+        with pytest.raises(Hazard, match=hazard):
+            run(PROBLEMS["many"], workers=1)
+
+
+def all_visited(blocks, keys, rows):
+    """Sums that nobody stored are read."""
+    return rows.used
+
+
+@pytest.mark.parametrize("name", ["packed, causal", "packed"])
+def test_sums_that_no_tile_stores_are_not_read(name):
+    """Of causal queries before all keys, and of queries without keys."""
+    run(PROBLEMS[name])
+    with mock.patch.object(bwd_sequences, "visited_rows", all_visited):
+        with pytest.raises(AssertionError):
+            run(PROBLEMS[name])
 
 
 SEQUENCE_PROBLEMS = strategies.problems(max_seqlen=300, max_scores=2**16).filter(

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from flash4.common.dsl import plain
 from flash4.common.geometry import QueryBlocks, ceil_div
-from flash4.common.kv_sequences import SequenceSchedule, Side, find_tile, row_block
+from flash4.common.kv_sequences import (
+    SequenceSchedule,
+    Side,
+    find_tile,
+    row_block,
+    visited_rows,
+)
 from flash4.common.kv_tiles import KvGrid
 from flash4.common.varlen import Sequences
 from flash4.sim.handout import HostWarp
@@ -165,6 +171,28 @@ def test_steps(s, ratio, facts):
             begin = blocks.query_begin(key, seqlen_q, seqlen_k)
             end = min(blocks.query_end(key, seqlen_q, seqlen_k), seqlen_q)
             assert seen.get((batch, key), 0) == max(end - begin, 0)
+
+
+@settings(max_examples=100)
+@given(sequences(most=5, longest=400), st.booleans())
+def test_visited_rows(s, causal):
+    """Blocks of queries that some tile visits, all of which the first tile of their sequence does."""
+    schedule, visited = schedule_of(s, 1, 1, causal=causal), {}
+    for tile in all_tiles(schedule):
+        where = schedule.where(tile)
+        for i in range(tile.steps if schedule.is_seen(tile) else 0):
+            slot = where.slot_q + schedule.place(tile, i)[0]
+            visited.setdefault((where.entry_q, slot), set()).add(tile.n_block)
+    assert all(0 in tiles for tiles in visited.values())
+    side = schedule.queries
+    for entry in range(s.batch if side.cu is None else 1):
+        for slot in range(side.slots if side.cu is not None else ceil_div(side.rows, side.tile)):
+            rows = row_block(side, HostWarp(), slot, entry)
+            found = visited_rows(schedule.blocks, schedule.keys, rows)
+            if min(rows.used, rows.stored) > 0:
+                assert found == (rows.used if (entry, slot) in visited else 0)
+            else:
+                assert found <= 0
 
 
 @settings(max_examples=100)
