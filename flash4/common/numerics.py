@@ -162,6 +162,14 @@ def tanh_and_slope(x):
     return tanh_x, 4.0 * r * (1.0 - r)
 
 
+def polynomial(x, coefficients):
+    """Sum of coefficients times powers of x, from the constant on."""
+    total = Float32(coefficients[-1])
+    for coefficient in coefficients[-2::-1]:
+        total = total * x + coefficient
+    return total
+
+
 def near_end(scale):
     """Largest |y| for ``near_tanh_and_slope(scale y)``."""
     return TANH_NEAR_END / cute.math.absf(scale)
@@ -169,11 +177,7 @@ def near_end(scale):
 
 def near_tanh_and_slope(x):
     """The same for |x| up to ``TANH_NEAR_END``, in six instructions."""
-    square = x * x
-    factor = Float32(TANH_NEAR[-1])
-    for coefficient in TANH_NEAR[-2::-1]:
-        factor = factor * square + coefficient
-    tanh_x = x * factor
+    tanh_x = x * polynomial(x * x, TANH_NEAR)
     return tanh_x, 1.0 - tanh_x * tanh_x
 
 

@@ -24,6 +24,8 @@ class Backward192Config(BackwardConfig):
     dQ^T is multiplied, whose 192 rows are three parts: each warpgroup has one, and half of the queries of the third.
     """
 
+    near_cap = False  # not built for its registers
+
     def _check_tile(self):
         if not (NARROW_HEAD_DIM < self.tile_d <= MAX_HEAD_DIM and self.tile_d % DIM_STEP == 0):
             raise ValueError(f"tile_d is {self.tile_d}; supported are 160 and {MAX_HEAD_DIM}")

@@ -28,7 +28,9 @@ SEQUENCE_SLOTS = 2  # where a slot is held as long as its tile is worked on
 class BackwardFacts(ModFacts, BackwardLaunch):
     """What follows from the fields of any Hopper backward's config."""
 
-    near_cap = False  # unless a config has it as a field
+    near_cap = (
+        False  # where no score of a warp's step is large beside the cap, its tanh is a polynomial
+    )
 
     @property
     def box_bytes(self) -> int:
@@ -63,7 +65,6 @@ class BackwardConfig(BackwardFacts):
         left: a window limits the keys before a query's own position; its side is a run-time value.
         right: a window limits the keys after it, and lets some through (none is ``causal``).
         softcap: scores are capped; the cap is a run-time value.
-        near_cap: where no score of a warp's step is large beside the cap, its tanh is a polynomial.
         alibi: scores lose a slope of their head times the distance between query and key.
         ordered: tiles add to dQ in a fixed order, so that it is bitwise repeatable.
         late: a step multiplies dQ of the step before, so that the warpgroups need not keep step.
@@ -93,7 +94,6 @@ class BackwardConfig(BackwardFacts):
     left: bool = False
     right: bool = False
     softcap: bool = False
-    near_cap: bool = False
     alibi: bool = False
     ordered: bool = False
     late: bool = False
@@ -134,6 +134,11 @@ class BackwardConfig(BackwardFacts):
             )
         if not self.swap_dq and self.tile_m not in (MMA_ROWS, 2 * MMA_ROWS):
             raise ValueError(f"tile_m is {self.tile_m}; supported are 64 and 128, or swap_dq")
+
+    @property
+    def near_cap(self) -> bool:
+        """See ``BackwardFacts``; beside mods registers do not allow both ways."""
+        return self.softcap and not self.has_mods
 
     @property
     def tile_n(self) -> int:
@@ -259,7 +264,6 @@ def choose_config(problem) -> tuple[BackwardConfig, tuple[str, ...]]:
         left=problem.window_left,
         right=problem.window_right,
         softcap=problem.softcap,
-        near_cap=problem.softcap and not has_mods(problem),
         alibi=problem.alibi,
         ordered=problem.deterministic,
         cu_q=problem.cu_q,

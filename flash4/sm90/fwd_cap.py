@@ -102,11 +102,7 @@ class Cap:
     def of_middle(self, s, addend):
         """Capped s + addend, for |s| up to ``middle_end``."""
         x = s * self.inner
-        square = x * x
-        factor = Float32(TANH_MIDDLE[-1])
-        for coefficient in TANH_MIDDLE[-2::-1]:
-            factor = factor * square + coefficient
-        return x * factor * self.outer + addend
+        return x * numerics.polynomial(x * x, TANH_MIDDLE) * self.outer + addend
 
     def of_any(self, s, addend):
         """Capped s + addend."""
