@@ -74,6 +74,20 @@ def test_numbers(index, seqlen_q, seqlen_k):
 ANY_ORDER = st.sampled_from((False, False, True))
 
 
+def other_facts(draw) -> dict:
+    """Facts of a case that no config knows."""
+    return dict(
+        batch=draw(st.integers(1, 2)),
+        heads_kv=draw(st.integers(1, 2)),
+        ratio=draw(st.sampled_from((1, 1, 2, 3))),
+        softmax_scale=draw(st.sampled_from((0.1, 0.1, 0.02, 0.7, 0.0, -0.1))),
+        value_scale=draw(st.sampled_from((1.0, 0.1, 3.0))),
+        workers=draw(st.integers(1, 4)),
+        dlse=draw(st.booleans()),
+        sink=draw(st.sampled_from((None, None, 1.0))),
+    )
+
+
 @st.composite
 def cases(draw, ordered=ANY_ORDER):
     config, head_dim, head_dim_v = draw(st.sampled_from(KINDS))
@@ -93,18 +107,11 @@ def cases(draw, ordered=ANY_ORDER):
         replace(config, causal=causal, **features),
         draw(st.sampled_from((head_dim, 8 * draw(st.integers(1, head_dim // 8))))),
         draw(st.sampled_from((head_dim_v, 8 * draw(st.integers(1, head_dim_v // 8))))),
-        batch=draw(st.integers(1, 2)),
         seqlen_q=draw(lengths(config.tile_m, 3)),
         seqlen_k=draw(lengths(config.tile_n, 2 if config.ctas == 2 else 3)),
-        heads_kv=draw(st.integers(1, 2)),
-        ratio=draw(st.sampled_from((1, 1, 2, 3))),
-        softmax_scale=draw(st.sampled_from((0.1, 0.1, 0.02, 0.7, 0.0, -0.1))),
-        value_scale=draw(st.sampled_from((1.0, 0.1, 3.0))),
-        workers=draw(st.integers(1, 4)),
-        dlse=draw(st.booleans()),
         window_size=window,
         softcap=softcap,
-        sink=draw(st.sampled_from((None, None, 1.0))),
+        **other_facts(draw),
     )
 
 

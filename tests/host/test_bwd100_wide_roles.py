@@ -39,6 +39,7 @@ from tests import strategies
 from tests.checks import assert_gradients_close
 from tests.host.test_bwd90_roles import Case, lengths
 from tests.host.test_bwd90_sequences import PROBLEMS, arrays_of
+from tests.host.test_bwd100_roles import other_facts
 
 DIMS = ((192, 128), (256, 256), (160, 160), (256, 128), (128, 256), (136, 8), (256, 64), (8, 192))
 
@@ -159,18 +160,11 @@ def cases(draw, ordered=None):
         config,
         head_dim,
         head_dim_v,
-        batch=draw(st.integers(1, 2)),
         seqlen_q=draw(lengths(config.tile_m, 3)),
         seqlen_k=draw(lengths(config.tile_n, 2)),
-        heads_kv=draw(st.integers(1, 2)),
-        ratio=draw(st.sampled_from((1, 1, 2, 3))),
-        softmax_scale=draw(st.sampled_from((0.1, 0.1, 0.02, 0.7, 0.0, -0.1))),
-        value_scale=draw(st.sampled_from((1.0, 0.1, 3.0))),
-        workers=draw(st.integers(1, 4)),
-        dlse=draw(st.booleans()),
         window_size=window,
         softcap=softcap,
-        sink=draw(st.sampled_from((None, None, 1.0))),
+        **other_facts(draw),
     )
 
 

@@ -218,15 +218,20 @@ def test_sums_of_dq_are_read_where_they_were_put(name):
     assert len(seen) == TILE_M * c.tile_d
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_tma_stores_what_threads_wrote_of_dk_and_dv(name):
-    c, found = CONFIGS[name], traced(name)
-    for result, width in (("dk", c.tile_d), ("dv", c.tile_dv)):
+def check_stores(found, widths: dict[str, int]):
+    """TMA takes the numbers of results of these widths from where threads put them."""
+    for result, width in widths.items():
         assert found[result, "swizzle"] == "S<3,4,3>"
         for row in range(ROWS):
             for column in range(width):
                 written = model.swizzled(2 * offset(found[result], (row, column, 0)))
                 assert written == model.tma_address(0, row, column, ROWS)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tma_stores_what_threads_wrote_of_dk_and_dv(name):
+    c = CONFIGS[name]
+    check_stores(traced(name), {"dk": c.tile_d, "dv": c.tile_dv})
 
 
 @pytest.mark.parametrize("name", CONFIGS)
