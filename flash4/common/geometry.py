@@ -153,6 +153,8 @@ class QueryBlocks:
         causal: a query sees no key after its own position.
         left: keys before its own position that a query sees; None is no limit. A run-time value.
         right: keys after its own position that a query sees; None is no limit, or ``causal``. A run-time value.
+        group: tiles that come in order together: down in the first group, up in the next, and so on. Static; 0: all up.
+            Of causal calls without a left side only.
     """
 
     tile_m: int
@@ -160,6 +162,7 @@ class QueryBlocks:
     causal: bool
     left: object = None
     right: object = None
+    group: int = 0
 
     @property
     def begins_late(self) -> bool:
@@ -204,8 +207,25 @@ class QueryBlocks:
         end = imax(self.query_end(last_key, seqlen_q, seqlen_k), 0)
         return imax(ceil_div(end, self.tile_m) - first, 1)
 
+    def tile_at(self, position, seqlen_k):
+        """Tile of keys that comes at ``position``."""
+        if not self.group:
+            return position
+        begin = position // self.group * self.group
+        last = imin(begin + self.group, ceil_div(seqlen_k, self.tile_n)) - 1
+        return choose(self._descends(begin), begin + last - position, position)
+
+    def _descends(self, begin):
+        """Whether the tiles of the group from ``begin`` come in descending order."""
+        return begin // self.group % 2 == 0
+
     def rank(self, n_block, block, seqlen_q, seqlen_k):
-        """How many tiles before ``n_block`` hold keys that a query of ``block`` may see; negative if it holds none itself."""
+        """How many tiles that come before ``n_block`` hold keys that a query of ``block`` may see; negative if it holds none."""
+        if self.group:
+            begin = n_block // self.group * self.group
+            last_seen = (block + 1) * self.tile_m - 1 + seqlen_k - seqlen_q
+            end = imin(begin + self.group, ceil_div(imin(last_seen + 1, seqlen_k), self.tile_n))
+            return choose(self._descends(begin), begin + end - 1 - n_block, n_block)
         if not self.ends_early:
             return n_block
         first_key = block * self.tile_m + seqlen_k - seqlen_q - self.left
