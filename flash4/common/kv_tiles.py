@@ -116,6 +116,10 @@ class KvSteps:
         rank = self.blocks.rank(tile.n_block, block, *self.lengths(tile))
         return choose(self.is_seen(tile), rank, -1)
 
+    def has_turn(self, tile, block):
+        """Whether the rank of a block that the tile visits is not negative; without windows all are asked, if any is."""
+        return self.rank_of(tile, block) >= 0 if self.blocks.ends_early else self.is_seen(tile)
+
     def phases(self, tile) -> tuple[Phase, ...]:
         """Steps with a mask, those without, and, with a window that limits the left side, again those with a mask.
 
