@@ -132,6 +132,12 @@ class ForwardConfig(ForwardLaunch):
         """A score may become -inf in any block, not in those alone that a mask cuts."""
         return self.score_mod != 0 or self.mask_mod != 0
 
+    @property
+    def crowd(self) -> int:
+        """How many features keep numbers in registers, where a large tile leaves none; a mod counts twice."""
+        mods = 2 * self.may_hide_any + bool(self.score_mod and self.mask_mod) + bool(self.aux)
+        return mods + self.left + self.right + self.softcap + self.alibi + self.varlen
+
     def phases(self, tile, tiles) -> tuple[Phase, ...]:
         """Blocks of a tile, counted from its last: those with a mask at their right, those without, those with one at their left.
 
@@ -270,14 +276,24 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def tiles_for(config: ForwardConfig) -> list[dict]:
-    """Fields that shape a tile, the fastest first; what a card cannot hold is passed over."""
-    wide = max(config.tile_d, config.tile_dv)
-    if wide <= 64:
-        tiles = [(4, 2, 64, 2, 2)]
-    elif wide <= 128:
-        tiles = [(4, 2, 64, 2, 2), (4, 2, 32, 2, 2), (4, 2, 32, 2, 1)]
+    """Fields that shape a tile, the fastest first; what a card cannot hold is passed over.
+
+    Where features leave a warp too few registers for 32 rows by 64 keys it has 32 keys, or 16 rows: ptxas would spill in
+    main loops.
+    """
+    wide, crowd = max(config.tile_d, config.tile_dv), config.crowd
+    if wide > 96:
+        many = crowd > 4 or config.aux or (config.alibi and config.varlen)
     else:
+        many = crowd > 4 and config.aux
+    if wide > 128:
         tiles = [(8, 1, 64, 2, 1), (8, 1, 32, 2, 1), (4, 1, 32, 2, 1)]
+        tiles = tiles[1:] if wide > 224 and crowd >= 4 else tiles
+    elif many:
+        tiles = [(8, 1, 64, 2, 1), (8, 1, 32, 2, 1)]
+    else:
+        tiles = [(4, 2, 64, 2, 2), (4, 2, 32, 2, 2), (4, 2, 32, 2, 1)]
+        tiles = tiles[1:] if crowd >= (1 if wide > 96 else 4) else tiles
     tiles.append((4, 1, 16, 2, 1))
     names = ("warps", "atoms", "tile_n", "stages", "ctas_per_sm")
     return [dict(zip(names, tile, strict=True)) for tile in tiles]

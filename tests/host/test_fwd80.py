@@ -1,4 +1,7 @@
-"""The Ampere forward without a GPU: memory, tiles, and its own role in plain Python."""
+"""The Ampere forward without a GPU: memory, tiles, and its own role in plain Python.
+
+As a script, with more random calls: ``python -m tests.host.test_fwd80 --n 2000 --seed 1``.
+"""
 
 from dataclasses import replace
 from itertools import product
@@ -34,6 +37,7 @@ from flash4.sm80.fwd_tiles import find, queries_of
 from flash4.sm80.shared_rows import CHUNK, CHUNK_BYTES, SharedRows
 from tests import strategies
 from tests.checks import assert_forward_close
+from tests.host.random_runs import arguments_of, check_random
 
 BANKS, BANK_BYTES, LANES = 32, 4, 32
 DIMS = range(32, 257, 32)
@@ -153,21 +157,30 @@ TILES = st.sampled_from(
 )
 
 
-@settings(max_examples=60)
-@given(
+CALLS = st.tuples(
     strategies.problems(max_seqlen=200, max_scores=2**14),
-    st.sampled_from(("sm_80", "sm_86")),
+    st.sampled_from(("sm_80", "sm_86", "sm_90")),
     TILES,
-    st.integers(0, 2**16),
 )
-def test_calls_of_every_feature(problem, arch, tile, seed):
-    """Any call of the public functions, with the config that it would get, or a smaller tile."""
+
+
+def run_call(call, seed: int):
+    """Simulate a call on some card, with the config that it would get, or a smaller tile; returns the config."""
+    problem, arch, tile = call
     inputs = problem.tensors(seed=seed)
     assume(all(x.numel() for x in inputs))
     config = flash4.explain(*inputs, arch=arch, **problem.keywords()).config
     if config.pack <= 16 * tile.get("warps", config.warps) * tile.get("atoms", config.atoms):
         config = replace(config, **tile)
     run(config, problem, seed)
+    return config
+
+
+@settings(max_examples=60)
+@given(CALLS, st.integers(0, 2**16))
+def test_calls_of_every_feature(call, seed):
+    """Any call of the public functions."""
+    run_call(call, seed)
 
 
 @settings(max_examples=100)
@@ -243,3 +256,12 @@ def test_hopper_gets_amperes_kernels_if_asked(monkeypatch):
     assert architecture((9, 0)) == "sm_90a"
     dispatch.serve((9, 0), "sm_90")
     assert dispatch.plan_forward(problem(64, 64), architecture((9, 0)), 132).name == "sm80-fwd"
+
+
+def main():
+    """Run random calls; a failure is shrunk and raised."""
+    check_random(arguments_of(main.__doc__), ((CALLS, run_call),))
+
+
+if __name__ == "__main__":
+    main()
