@@ -5,6 +5,7 @@ As a script, with more random calls: ``python -m tests.host.test_fwd80 --n 2000 
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from flash4.problem import AttentionProblem
 from flash4.sim.explore import explore
 from flash4.sim.handout import HostWarp
 from flash4.sim.sm80_fwd import forward_machines, simulate_forward
+from flash4.sm80 import fwd
 from flash4.sm80.fwd_config import (
     A100,
     CONSUMER_BLACKWELL,
@@ -256,6 +258,16 @@ def test_hopper_gets_amperes_kernels_if_asked(monkeypatch):
     assert architecture((9, 0)) == "sm_90a"
     dispatch.serve((9, 0), "sm_90")
     assert dispatch.plan_forward(problem(64, 64), architecture((9, 0)), 132).name == "sm80-fwd"
+
+
+def test_the_kernel_and_its_schedule_are_short():
+    """It is the one to read first."""
+    folder = Path(fwd.__file__).parent
+    lines = [
+        len((folder / f"{name}.py").read_text("utf-8").splitlines())
+        for name in ("fwd", "fwd_ops", "fwd_roles")
+    ]
+    assert sum(lines) <= 600
 
 
 def main():
