@@ -134,9 +134,9 @@ class ForwardConfig(ForwardLaunch):
 
     @property
     def crowd(self) -> int:
-        """How many features keep numbers in registers, where a large tile leaves none; a mod counts twice."""
-        mods = 2 * self.may_hide_any + bool(self.score_mod and self.mask_mod) + bool(self.aux)
-        return mods + self.left + self.right + self.softcap + self.alibi + self.varlen
+        """How much features keep in registers, where a large tile leaves none; mods, their tensors and slopes count twice."""
+        mods = 2 * self.may_hide_any + bool(self.score_mod and self.mask_mod) + 2 * bool(self.aux)
+        return mods + self.left + self.right + self.softcap + 2 * self.alibi + self.varlen
 
     def phases(self, tile, tiles) -> tuple[Phase, ...]:
         """Blocks of a tile, counted from its last: those with a mask at their right, those without, those with one at their left.
@@ -275,27 +275,28 @@ def padded_head_dim(head_dim: int) -> int:
     return -(-head_dim // DIM_STEP) * DIM_STEP
 
 
-def tiles_for(config: ForwardConfig) -> list[dict]:
-    """Fields that shape a tile, the fastest first; what a card cannot hold is passed over.
+# (warps, atoms, keys, slots, CTAs to an SM), the fastest first; what a card cannot hold is passed over.
+TILES = (
+    *((4, 2, 64, 2, 2), (4, 2, 32, 2, 2), (4, 2, 32, 2, 1)),
+    *((8, 1, 64, 2, 1), (8, 1, 32, 2, 1), (4, 1, 32, 2, 1), (4, 1, 16, 2, 1)),
+)
+# Up to a head dim: (warps, atoms, keys) -> how crowded a call may be before ptxas spills in main loops; -1: not even plain.
+# The others take any call.
+ROOM = {
+    64: {(4, 2, 64): 3, (4, 2, 32): 6, (8, 1, 64): 6},
+    96: {(4, 2, 64): 2, (4, 2, 32): 6, (8, 1, 64): 6},
+    128: {(4, 2, 64): 0, (4, 2, 32): 2, (8, 1, 64): 4},
+    224: {(4, 2, 64): -1, (4, 2, 32): -1, (8, 1, 64): 4},
+    256: {(4, 2, 64): -1, (4, 2, 32): -1, (8, 1, 64): 2, (4, 1, 32): 3},
+}
 
-    Where features leave a warp too few registers for 32 rows by 64 keys it has 32 keys, or 16 rows: ptxas would spill in
-    main loops.
-    """
-    wide, crowd = max(config.tile_d, config.tile_dv), config.crowd
-    if wide > 96:
-        many = crowd > 4 or config.aux or (config.alibi and config.varlen)
-    else:
-        many = crowd > 4 and config.aux
-    if wide > 128:
-        tiles = [(8, 1, 64, 2, 1), (8, 1, 32, 2, 1), (4, 1, 32, 2, 1)]
-        tiles = tiles[1:] if wide > 224 and crowd >= 4 else tiles
-    elif many:
-        tiles = [(8, 1, 64, 2, 1), (8, 1, 32, 2, 1)]
-    else:
-        tiles = [(4, 2, 64, 2, 2), (4, 2, 32, 2, 2), (4, 2, 32, 2, 1)]
-        tiles = tiles[1:] if crowd >= (1 if wide > 96 else 4) else tiles
-    tiles.append((4, 1, 16, 2, 1))
+
+def tiles_for(config: ForwardConfig) -> list[dict]:
+    """Fields that shape a tile, of ``TILES`` those that leave room for the features of a call."""
+    wide = max(config.tile_d, config.tile_dv)
+    room = ROOM[next(limit for limit in ROOM if wide <= limit)]
     names = ("warps", "atoms", "tile_n", "stages", "ctas_per_sm")
+    tiles = [tile for tile in TILES if config.crowd <= room.get(tile[:3], config.crowd)]
     return [dict(zip(names, tile, strict=True)) for tile in tiles]
 
 
