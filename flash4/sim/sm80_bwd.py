@@ -114,10 +114,10 @@ class WarpOps:
             rows = x[where.entry_q, where.row_q + first : end, head]
             self._copy(self._memory[name][slot], rows)
         if self._warp == 0:  # whose threads are as many as statistics have chunks
-            first = (where.slot_q + block) * c.tile_m
+            at, own = (where.slot_q + block) * c.tile_m, first < call.tiles.lengths(tile)[0]
             for name, x in (("lse", call.lse), ("delta", call.delta)):
-                row = x[where.entry_q, head, first : first + c.tile_m]
-                self._copies.copy(self._memory[name][slot], row)
+                row = x[where.entry_q, head, at : at + c.tile_m]
+                self._copies.copy(self._memory[name][slot], row if own else np.zeros_like(row))
 
     def commit(self):
         """Close a group of copies."""

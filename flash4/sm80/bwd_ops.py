@@ -179,9 +179,11 @@ class BackwardOps:
             at = base + slot * c.rows(name).nbytes
             self._copy(x, c.rows(name), (where.entry_q, where.row_q + first, head), at, count)
         sources = ((self.run_time.lse, self.shared.lse), (self.run_time.delta, self.shared.delta))
+        # What a tile that nobody sees would find there is another sequence's, and may be NaN.
+        nbytes = choose(count > 0, CHUNK_BYTES, 0) if c.varlen else None
         for x, base in sources:
             row = x[where.entry_q, head, None].iterator + (where.slot_q + block) * c.tile_m
-            self._copy_floats(row.toint(), base + slot * c.statistics_bytes)
+            self._copy_floats(row.toint(), base + slot * c.statistics_bytes, nbytes)
 
     def _copy(self, x, rows, place, base, count):
         """Copy the rows of an array from (entry, row, head) of x on; ``count`` of them exist."""
@@ -193,11 +195,11 @@ class BackwardOps:
         copy.copy(base, address + Int64(copy.chunk * CHUNK_BYTES), stride, count)
 
     @cute.jit
-    def _copy_floats(self, address, base):
-        """Copy a statistic of a step's queries."""
+    def _copy_floats(self, address, base, nbytes):
+        """Copy a statistic of a step's queries; of ``nbytes`` 0 it becomes zero, None is all."""
         if self.thread < self.config.tile_m // FLOATS:
             offset = self.thread * CHUNK_BYTES
-            cp_async(base + offset, address + Int64(offset))
+            cp_async(base + offset, address + Int64(offset), nbytes)
 
     def commit(self):
         """Close a group of copies; it may be empty."""

@@ -1,5 +1,6 @@
 """The Ampere backward without a GPU: memory, who has which part of dQ, and its own role in plain Python."""
 
+import functools
 from dataclasses import replace
 from itertools import product
 
@@ -23,6 +24,8 @@ from flash4.sm80.fwd_config import CTA_RESERVED, SMEM_ALIGN
 from tests import strategies
 from tests.checks import assert_gradients_close
 from tests.gpu.gradients import is_built
+from tests.host.test_bwd90_sequences import NEIGHBOURS, assert_neighbours_are_apart
+from tests.host.test_bwd100_sequences import facts_of
 
 CARDS = {
     name: getattr(bwd_config, name) for name in ("A100", "SMALL", "CONSUMER_BLACKWELL", "HOPPER")
@@ -130,6 +133,15 @@ def test_gradients_of_every_feature(problem, tile, deterministic, seed):
         gradients = simulate_backward(config, arrays, options, seed=seed)
     gradients = tuple(torch.from_numpy(x).to(problem.dtype) for x in gradients)
     assert_gradients_close(gradients, inputs, dout, **keywords)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", [name for name in NEIGHBOURS if "mods" not in name])
+def test_what_a_sequence_holds_reaches_no_other_row(name, value):
+    """Not even the rows around the sequences: their tiles, which nobody sees, find somebody's statistics."""
+    config, _ = bwd_config.HOPPER.choose_config(facts_of(NEIGHBOURS[name]))
+    simulate = functools.partial(simulate_backward, config)
+    assert_neighbours_are_apart(NEIGHBOURS[name], value, simulate)
 
 
 def test_a_fixed_order_gives_the_same_bits():
