@@ -24,6 +24,7 @@ from flash4.sm80.fwd_config import CTA_RESERVED, SMEM_ALIGN
 from tests import strategies
 from tests.checks import assert_gradients_close
 from tests.gpu.gradients import is_built
+from tests.host.test_bwd90_roles import numpy_options
 from tests.host.test_bwd90_sequences import NEIGHBOURS, assert_neighbours_are_apart
 from tests.host.test_bwd100_sequences import facts_of
 
@@ -119,15 +120,13 @@ def test_gradients_of_every_feature(problem, tile, deterministic, seed):
     tile = {"tile_m": 32, "stages": 2, "two_roles": False} | tile
     assume(bwd_config.query_warps(tile["tile_m"], config.tile_d, tile["warps"]))
     if tile["two_roles"]:
-        assume(not (config.softcap or config.ordered))
+        assume(not (config.softcap or config.ordered or config.has_mods))
         tile |= {name: -(-getattr(config, name) // 64) * 64 for name in ("tile_d", "tile_dv")}
     config = replace(config, **tile)
     assume(config.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT)
     out, lse = reference.attention(*inputs, return_lse=True, **keywords)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(problem.dtype)
-    for name in ("alibi_slopes",):
-        if getattr(options, name) is not None:
-            options = options._replace(**{name: getattr(options, name).float().numpy()})
+    options = numpy_options(options)
     arrays = [x.float().numpy() for x in (*inputs, out.to(problem.dtype), lse, dout)]
     with np.errstate(invalid="ignore"):
         gradients = simulate_backward(config, arrays, options, seed=seed)
@@ -136,7 +135,7 @@ def test_gradients_of_every_feature(problem, tile, deterministic, seed):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("name", [name for name in NEIGHBOURS if "mods" not in name])
+@pytest.mark.parametrize("name", NEIGHBOURS)
 def test_what_a_sequence_holds_reaches_no_other_row(name, value):
     """Not even the rows around the sequences: their tiles, which nobody sees, find somebody's statistics."""
     config, _ = bwd_config.HOPPER.choose_config(facts_of(NEIGHBOURS[name]))
