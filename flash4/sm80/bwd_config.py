@@ -320,7 +320,9 @@ TWO_ROLES = {"tile_m": 64, "warps": 8, "key_warps": 2, "two_roles": True}
 def tiles_for(config: BackwardConfig) -> list[dict]:
     """Fields that shape a tile, the fastest first; what a card cannot hold is passed over. Measured: bench/NOTES.md."""
     wide, found = max(config.tile_d, config.tile_dv), []
-    if wide <= JOINT_DIM // 2:
+    if config.has_mods:
+        tiles = _tiles_of_mods(config)
+    elif wide <= JOINT_DIM // 2:
         tiles = [(64, 4, 4, 2, 3), (64, 4, 4, 2, 2), (64, 4, 4, 2, 1)]
     elif wide <= JOINT_DIM:
         tiles = [(64, 4, 4, 2, 2), (64, 8, 8, 2, 1), (32, 4, 4, 2, 1)]
@@ -332,3 +334,21 @@ def tiles_for(config: BackwardConfig) -> list[dict]:
     names = ("tile_m", "warps", "key_warps", "stages", "ctas_per_sm")
     found += [dict(zip(names, tile, strict=True)) for tile in tiles]
     return [tile for tile in found if query_warps(tile["tile_m"], config.tile_d, tile["warps"])]
+
+
+def _tiles_of_mods(config: BackwardConfig) -> list[tuple]:
+    """As there: two warps share keys, so that registers hold what mods load and compute for many pairs at once."""
+    columns, others = config.tile_d + config.tile_dv, config.aux or config.varlen
+    if columns > 3 * JOINT_DIM:
+        wider = [(64, 8, 4, 1, 1)] if columns <= 3 * JOINT_DIM + JOINT_DIM // 2 else []
+        wider += [(32, 8, 4, 2, 1), (32, 4, 2, 2, 1)]
+        return [*([(32, 8, 4, 1, 1)] if others else wider), (32, 4, 2, 1, 1)]
+    tiles = [(64, 8, 4, 2, 1), (32, 8, 4, 2, 1), (64, 8, 4, 1, 1), (32, 4, 2, 2, 1)]
+    if columns > 2 * JOINT_DIM + JOINT_DIM // 2:
+        tiles = [(64, 8, 4, 1, 1), (32, 8, 4, 2, 1)]
+    tiles.append((32, 4, 2, 1, 1))
+    others = others or config.softcap or config.alibi or config.ordered or config.left
+    lean = not (others or config.right or config.score_mod and config.mask_mod)
+    if max(config.tile_d, config.tile_dv) <= JOINT_DIM // 2 and lean:
+        tiles.insert(0, (64, 8, 4, 2, 2))
+    return tiles
