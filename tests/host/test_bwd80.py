@@ -195,13 +195,12 @@ def root_bwd(grad, score, *_):
     return grad * 0.5 / score**0.5
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("name", NEIGHBOURS)
-def test_what_a_sequence_holds_reaches_no_other_row(name, value):
+def test_what_a_sequence_holds_reaches_no_other_row(name):
     """Not even the rows around the sequences: their tiles, which nobody sees, find somebody's statistics."""
     config, _ = bwd_config.HOPPER.choose_config(facts_of(NEIGHBOURS[name]))
     simulate = functools.partial(simulate_backward, config)
-    assert_neighbours_are_apart(NEIGHBOURS[name], value, simulate)
+    assert_neighbours_are_apart(NEIGHBOURS[name], np.nan, simulate)
 
 
 def test_a_fixed_order_gives_the_same_bits():
