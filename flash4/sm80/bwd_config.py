@@ -285,6 +285,7 @@ class BackwardCard:
             f"{whose}Ampere instructions serve it",
             f"{config.tile_n} keys by {config.tile_m} queries, {config.stages} slots: {config.smem_bytes} bytes of "
             f"shared memory, of {self.sm_smem_bytes}",
+            *((_WHY_TILE_OF_MODS,) if config.has_mods else ()),
             *((_why_roles(config),) if max(dims) > JOINT_DIM else ()),
         )
 
@@ -304,6 +305,9 @@ def two_roles_lack(config: BackwardConfig) -> str | None:
     share = 4 * DIM_PAIR
     uneven = [size for size in (config.tile_d, config.tile_dv) if size % share]
     return f"{uneven[0]} columns, which are no multiple of {share}" if uneven else None
+
+
+_WHY_TILE_OF_MODS = "two warps to the same keys: registers for what mods load and compute"
 
 
 def _why_roles(config: BackwardConfig) -> str:
@@ -337,18 +341,20 @@ def tiles_for(config: BackwardConfig) -> list[dict]:
 
 
 def _tiles_of_mods(config: BackwardConfig) -> list[tuple]:
-    """As there: two warps share keys, so that registers hold what mods load and compute for many pairs at once."""
-    columns, others = config.tile_d + config.tile_dv, config.aux or config.varlen
-    if columns > 3 * JOINT_DIM:
-        wider = [(64, 8, 4, 1, 1)] if columns <= 3 * JOINT_DIM + JOINT_DIM // 2 else []
-        wider += [(32, 8, 4, 2, 1), (32, 4, 2, 2, 1)]
-        return [*([(32, 8, 4, 1, 1)] if others else wider), (32, 4, 2, 1, 1)]
-    tiles = [(64, 8, 4, 2, 1), (32, 8, 4, 2, 1), (64, 8, 4, 1, 1), (32, 4, 2, 2, 1)]
-    if columns > 2 * JOINT_DIM + JOINT_DIM // 2:
-        tiles = [(64, 8, 4, 1, 1), (32, 8, 4, 2, 1)]
-    tiles.append((32, 4, 2, 1, 1))
-    others = others or config.softcap or config.alibi or config.ordered or config.left
-    lean = not (others or config.right or config.score_mod and config.mask_mod)
-    if max(config.tile_d, config.tile_dv) <= JOINT_DIM // 2 and lean:
+    """As there: two warps share keys, so that registers hold what mods load and compute for many pairs at once.
+
+    dK and dV take a quarter of their columns in registers, dQ of 64 queries a quarter of its own.
+    """
+    columns, crowded = config.tile_d + config.tile_dv, config.aux or config.varlen
+    shorter = [(32, 8, 4, 2, 1), (32, 4, 2, 2, 1)]
+    if columns > 448 or columns > 384 and crowded:
+        tiles = [(32, 8, 4, 1, 1)] if crowded else shorter
+    elif columns > 320 or config.tile_d > 192:
+        tiles = [(64, 8, 4, 1, 1), *shorter]
+    else:
+        tiles = [(64, 8, 4, 2, 1), (32, 8, 4, 2, 1), (64, 8, 4, 1, 1), (32, 4, 2, 2, 1)]
+    crowded = crowded or config.softcap or config.alibi or config.ordered
+    crowded = crowded or config.left or config.right or config.score_mod and config.mask_mod
+    if max(config.tile_d, config.tile_dv) <= JOINT_DIM // 2 and not crowded:
         tiles.insert(0, (64, 8, 4, 2, 2))
-    return tiles
+    return [*tiles, (32, 4, 2, 1, 1)]
