@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from flash4.common.dsl import plain
-from flash4.common.numerics import LOG2E
 from flash4.problem import CallOptions
 from flash4.sim.barriers import Barrier, NamedBarrier, Semaphore
+from flash4.sim.bwd_scores import Scores, Step
 from flash4.sim.bwd_sequences import slots_and_entries
 from flash4.sim.calls import BackwardCall, batched, gradients, prepare
 from flash4.sim.cp_async import CpAsync
@@ -114,10 +114,10 @@ class WarpOps:
             rows = x[where.entry_q, where.row_q + first : end, head]
             self._copy(self._memory[name][slot], rows)
         if self._warp == 0:  # whose threads are as many as statistics have chunks
-            first = (where.slot_q + block) * c.tile_m
+            at, own = (where.slot_q + block) * c.tile_m, first < call.tiles.lengths(tile)[0]
             for name, x in (("lse", call.lse), ("delta", call.delta)):
-                row = x[where.entry_q, head, first : first + c.tile_m]
-                self._copies.copy(self._memory[name][slot], row)
+                row = x[where.entry_q, head, at : at + c.tile_m]
+                self._copies.copy(self._memory[name][slot], row if own else np.zeros_like(row))
 
     def commit(self):
         """Close a group of copies."""
@@ -143,37 +143,18 @@ class WarpOps:
 
     def softmax(self, tile, i, s, dp, phase):
         """P^T and dS^T, in 16 bit."""
-        p, slope = self._probabilities(tile, i, s, phase)
-        ds = p * (dp - self._statistic("delta", i)) * slope
-        return tuple(round_to_16_bit(x, self._config.bf16) for x in (p, ds))
+        step, lse = self._step(tile, i, phase), self._statistic("lse", i)
+        pairs = step.pairs(s, lse)
+        values = s if self._config.score_mod else pairs.p * pairs.slope
+        ds = Scores(step, values, lambda: lse, hides=False).ds(dp - self._statistic("delta", i))
+        return tuple(round_to_16_bit(x, self._config.bf16) for x in (pairs.p, ds))
 
     def _statistic(self, name, i):
         return self._memory[name][i % self._config.stages].read()[self._columns]
 
-    def _probabilities(self, tile, i, s, phase):
-        """P^T, and the slope of the cap."""
-        call, c = self._call, self._config
-        tiles, options, lengths = call.tiles, call.options, call.tiles.lengths(tile)
-        block, head = tiles.place(tile, i)
-        queries = block * c.tile_m + np.arange(c.tile_m)[self._columns]
-        keys = tile.n_block * c.tile_n + np.array(self._keys)[:, None]
-        scale, slope = np.float32(options.softmax_scale), 1
-        if c.softcap:
-            within = s * np.float32(options.softmax_scale / options.softcap)
-            rest = 1 / (np.exp(2 * np.abs(within)) + 1)
-            scale, slope = np.float32(options.softcap), 4 * rest * (1 - rest)
-            s = np.tanh(within)
-        s = s * (scale * np.float32(LOG2E)) - self._statistic("lse", i)
-        if c.alibi:
-            bias = options.alibi_slopes[tiles.where(tile).batch, head] * np.float32(LOG2E)
-            s = s - bias * np.abs(queries + lengths[1] - lengths[0] - keys).astype(np.float32)
-        if phase.masked:
-            begins, ends = (
-                np.array([edge(int(key), *lengths) for key in keys[:, 0]])[:, None]
-                for edge in (tiles.blocks.query_begin, tiles.blocks.query_end)
-            )
-            s = np.where((queries < begins) | ((queries >= ends) & c.left), -np.inf, s)
-        return np.exp2(s.astype(np.float32)), slope
+    def _step(self, tile, i, phase):
+        keys = slice(self._keys.start, self._keys.stop)
+        return Step(self._call, keys, tile, i, phase.masked, self._columns)
 
     def put_ds(self, p, ds):
         """dS^T, and P^T where warps with the same keys have split it, into shared memory."""
@@ -303,7 +284,8 @@ class TwoRolesOps(WarpOps):
 
     def probabilities(self, tile, i, s, phase):
         """P^T, in 16 bit."""
-        return round_to_16_bit(self._probabilities(tile, i, s, phase)[0], self._config.bf16)
+        pairs = self._step(tile, i, phase).pairs(s, self._statistic("lse", i))
+        return round_to_16_bit(pairs.p, self._config.bf16)
 
     def ds(self, i, dp):
         """dS^T, in 16 bit, of P in shared memory."""

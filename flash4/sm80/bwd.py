@@ -12,7 +12,7 @@ from cutlass.memory import SmemAllocator
 from flash4.common.graph import WARP
 from flash4.common.kv_sequences import SequenceSchedule, find_tile
 from flash4.common.kv_tiles import KvGrid, KvTileSchedule
-from flash4.common.launch_arguments import fake_backward, sides_of
+from flash4.common.launch_arguments import aux_of, fake_backward, sides_of
 from flash4.common.numerics import LOG2E, Factor
 from flash4.common.warps import Warp
 from flash4.sm80.bwd_config import BackwardConfig
@@ -68,10 +68,11 @@ class BackwardSm80:
             delta=delta,
             sums=sums,
             scale=numbers["scale"],
-            cap_log2=numbers["cap"] * LOG2E if c.softcap else None,
+            cap=numbers["cap"] * (1.0 if c.natural else LOG2E) if c.softcap else None,
             cap_scale=numbers.get("cap_scale"),
             slopes=optional.get("alibi_slopes"),
             turns=optional.get("turns"),
+            aux=aux_of(optional),
         )
         sides = (numbers.get("left"), numbers.get("right"))
         order = (section, (queries, keys) if c.varlen else None)

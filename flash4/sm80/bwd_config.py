@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from flash4.common.graph import WARP, Buffer, PipelineGraph, Role, launch_registers
 from flash4.common.launch_facts import BackwardLaunch
+from flash4.common.mod_facts import ModFacts, fields_of_mods, lacks_derivative
 from flash4.sm80.fwd_config import (
     ATOM_ROWS,
     CTA_RESERVED,
@@ -19,15 +20,9 @@ FLOAT_BYTES = 4
 DIM_PAIR = 16  # columns of what ldmatrix reads at once
 JOINT_DIM = 128  # up to this head dim a warp's registers hold both dK and dV of 16 keys
 
-# Features of a call whose gradients are not built: field of the problem -> what to ask for instead.
-UNBUILT = {
-    "score_mod": "leave score_mod at None",
-    "mask_mod": "leave mask_mod at None",
-}
-
 
 @dataclass(frozen=True)
-class BackwardConfig(BackwardLaunch):
+class BackwardConfig(ModFacts, BackwardLaunch):
     """Compile-time facts of one Ampere backward kernel; ints and bools only, and it is the cache key.
 
     Attributes:
@@ -52,6 +47,10 @@ class BackwardConfig(BackwardLaunch):
         cu_k: keys and values are packed.
         used_q: queries in use are counted for each sequence.
         used_k: keys in use are counted for each sequence.
+        score_mod: key of the callable that changes scores (``common.mods``); 0 is none.
+        score_mod_bwd: key of the callable that takes gradients back through it.
+        mask_mod: key of the callable that hides keys; 0 is none.
+        aux: types of the tensors that mods read (``encode_aux``).
     """
 
     bf16: bool
@@ -73,8 +72,13 @@ class BackwardConfig(BackwardLaunch):
     cu_k: bool = False
     used_q: bool = False
     used_k: bool = False
+    score_mod: int = 0
+    score_mod_bwd: int = 0
+    mask_mod: int = 0
+    aux: int = 0
 
     def __post_init__(self):
+        self.check_mods()
         for name, size in (("tile_d", self.tile_d), ("tile_dv", self.tile_dv)):
             if size % DIM_STEP or not DIM_STEP <= size <= MAX_HEAD_DIM:
                 raise ValueError(f"{name} is {size}; supported are multiples of {DIM_STEP} to 256")
@@ -82,8 +86,10 @@ class BackwardConfig(BackwardLaunch):
             raise ValueError(
                 f"{self.warps} warps, {self.key_warps} to the keys; supported are 4 and 8, all or half of them"
             )
-        if self.two_roles and (self.warps != 8 or self.softcap or self.ordered):
-            raise ValueError("two roles need 8 warps; they have no softcap and no order of sums")
+        if self.two_roles and (self.warps != 8 or self.softcap or self.ordered or self.has_mods):
+            raise ValueError(
+                "two roles need 8 warps; they have no softcap, no order of sums and no mods"
+            )
         for size in (self.tile_d, self.tile_dv):
             if size % (self.column_parts * DIM_PAIR):
                 raise ValueError(
@@ -237,9 +243,9 @@ class BackwardCard:
 
     def can_implement(self, problem) -> str | None:
         """Why this kernel cannot run the backward of a problem, or None if it can."""
-        for name, instead in UNBUILT.items():
-            if getattr(problem, name):
-                return f"gradients with {name} are not built yet; {instead}"
+        obstacle = lacks_derivative(problem)
+        if obstacle is not None:
+            return obstacle
         for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
             if size > MAX_HEAD_DIM:
                 return f"takes {name} up to {MAX_HEAD_DIM}, not {size}"
@@ -266,6 +272,7 @@ class BackwardCard:
             "cu_k": problem.cu_k,
             "used_q": problem.used_q,
             "used_k": problem.used_k,
+            **fields_of_mods(problem),
         }
         bf16 = problem.dtype == torch.bfloat16
         config = BackwardConfig(
@@ -278,6 +285,7 @@ class BackwardCard:
             f"{whose}Ampere instructions serve it",
             f"{config.tile_n} keys by {config.tile_m} queries, {config.stages} slots: {config.smem_bytes} bytes of "
             f"shared memory, of {self.sm_smem_bytes}",
+            *((_WHY_TILE_OF_MODS,) if config.has_mods else ()),
             *((_why_roles(config),) if max(dims) > JOINT_DIM else ()),
         )
 
@@ -290,11 +298,16 @@ HOPPER = BackwardCard(227 << 10, 228 << 10)  # which has its own, but may try th
 
 def two_roles_lack(config: BackwardConfig) -> str | None:
     """Why two roles cannot share a problem's work, or None if they can."""
+    if config.has_mods:
+        return "mods"
     if config.softcap or config.ordered:
         return "a cap" if config.softcap else "a fixed order of sums"
     share = 4 * DIM_PAIR
     uneven = [size for size in (config.tile_d, config.tile_dv) if size % share]
     return f"{uneven[0]} columns, which are no multiple of {share}" if uneven else None
+
+
+_WHY_TILE_OF_MODS = "two warps to the same keys: registers for what mods load and compute"
 
 
 def _why_roles(config: BackwardConfig) -> str:
@@ -311,7 +324,9 @@ TWO_ROLES = {"tile_m": 64, "warps": 8, "key_warps": 2, "two_roles": True}
 def tiles_for(config: BackwardConfig) -> list[dict]:
     """Fields that shape a tile, the fastest first; what a card cannot hold is passed over. Measured: bench/NOTES.md."""
     wide, found = max(config.tile_d, config.tile_dv), []
-    if wide <= JOINT_DIM // 2:
+    if config.has_mods:
+        tiles = _tiles_of_mods(config)
+    elif wide <= JOINT_DIM // 2:
         tiles = [(64, 4, 4, 2, 3), (64, 4, 4, 2, 2), (64, 4, 4, 2, 1)]
     elif wide <= JOINT_DIM:
         tiles = [(64, 4, 4, 2, 2), (64, 8, 8, 2, 1), (32, 4, 4, 2, 1)]
@@ -323,3 +338,23 @@ def tiles_for(config: BackwardConfig) -> list[dict]:
     names = ("tile_m", "warps", "key_warps", "stages", "ctas_per_sm")
     found += [dict(zip(names, tile, strict=True)) for tile in tiles]
     return [tile for tile in found if query_warps(tile["tile_m"], config.tile_d, tile["warps"])]
+
+
+def _tiles_of_mods(config: BackwardConfig) -> list[tuple]:
+    """As there: two warps share keys, so that registers hold what mods load and compute for many pairs at once.
+
+    dK and dV take a quarter of their columns in registers, dQ of 64 queries a quarter of its own.
+    """
+    columns, crowded = config.tile_d + config.tile_dv, config.aux or config.varlen
+    shorter = [(32, 8, 4, 2, 1), (32, 4, 2, 2, 1)]
+    if columns > 448 or columns > 384 and crowded:
+        tiles = [(32, 8, 4, 1, 1)] if crowded else shorter
+    elif columns > 320 or config.tile_d > 192:
+        tiles = [(64, 8, 4, 1, 1), *shorter]
+    else:
+        tiles = [(64, 8, 4, 2, 1), (32, 8, 4, 2, 1), (64, 8, 4, 1, 1), (32, 4, 2, 2, 1)]
+    crowded = crowded or config.softcap or config.alibi or config.ordered
+    crowded = crowded or config.left or config.right or config.score_mod and config.mask_mod
+    if max(config.tile_d, config.tile_dv) <= JOINT_DIM // 2 and not crowded:
+        tiles.insert(0, (64, 8, 4, 2, 2))
+    return [*tiles, (32, 4, 2, 1, 1)]

@@ -11,9 +11,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from flash4.common import numerics
+from flash4.common import mods, numerics
 from flash4.common.dsl import inline_ptx
 from flash4.common.geometry import choose
+from flash4.common.mod_places import ModPlace
 from flash4.common.numerics import LOG2E
 from flash4.sm80.bwd_config import FLOAT_BYTES, BackwardConfig
 from flash4.sm80.copies import (
@@ -39,10 +40,11 @@ class RunTime:
     delta: cute.Tensor  # (B, H, padded Sq), float32
     sums: cute.Tensor  # (B, H, blocks, tile_m tile_d), float32
     scale: Float32  # factor of a score
-    cap_log2: object  # the cap in log2 units
+    cap: object  # in log2 units unless the config is natural
     cap_scale: object  # factor of a score within the cap
     slopes: object  # (B, H), float32
     turns: object  # (B, H, blocks, 2), int32, additions to a block
+    aux: object  # tuple of tensors that mods read
 
 
 def add_float(address, x):
@@ -179,9 +181,11 @@ class BackwardOps:
             at = base + slot * c.rows(name).nbytes
             self._copy(x, c.rows(name), (where.entry_q, where.row_q + first, head), at, count)
         sources = ((self.run_time.lse, self.shared.lse), (self.run_time.delta, self.shared.delta))
+        # What a tile that nobody sees would find there is another sequence's, and may be NaN.
+        nbytes = choose(count > 0, CHUNK_BYTES, 0) if c.varlen else None
         for x, base in sources:
             row = x[where.entry_q, head, None].iterator + (where.slot_q + block) * c.tile_m
-            self._copy_floats(row.toint(), base + slot * c.statistics_bytes)
+            self._copy_floats(row.toint(), base + slot * c.statistics_bytes, nbytes)
 
     def _copy(self, x, rows, place, base, count):
         """Copy the rows of an array from (entry, row, head) of x on; ``count`` of them exist."""
@@ -193,11 +197,11 @@ class BackwardOps:
         copy.copy(base, address + Int64(copy.chunk * CHUNK_BYTES), stride, count)
 
     @cute.jit
-    def _copy_floats(self, address, base):
-        """Copy a statistic of a step's queries."""
+    def _copy_floats(self, address, base, nbytes):
+        """Copy a statistic of a step's queries; of ``nbytes`` 0 it becomes zero, None is all."""
         if self.thread < self.config.tile_m // FLOATS:
             offset = self.thread * CHUNK_BYTES
-            cp_async(base + offset, address + Int64(offset))
+            cp_async(base + offset, address + Int64(offset), nbytes)
 
     def commit(self):
         """Close a group of copies; it may be empty."""
@@ -309,13 +313,14 @@ class BackwardOps:
     def softmax(self, tile, i, s, dp, phase):
         """P^T = exp2(scale_log2 S^T - LSE) and dS^T = P^T (dP^T - D), in 16 bit; hidden pairs give 0.
 
-        dS^T is times the slope of the cap.
+        dS^T is through a score_mod, and times the slope of the cap.
         """
         c, S, dP = self.config, rows_of(s), rows_of(dp)
         lane = self.lane
         slot, first = i % c.stages * c.statistics_bytes, 2 * (lane % 4)
         first = first + self.part * (c.tile_m // c.splits)
-        place = self._place(tile, i, first, lane) if phase.masked or c.alibi else None
+        placed = phase.masked or c.alibi or c.has_mods
+        place = self._place(tile, i, first, lane) if placed else None
         P = cute.make_rmem_tensor(s.layout, Float32)
         P_rows = rows_of(P)
         for pair in range(cute.size(S, mode=[1]) // 2):
@@ -325,10 +330,10 @@ class BackwardOps:
             for e in range(2):
                 j = 2 * pair + e
                 for r in range(2):
-                    p, slope = self._probability(S[r, j], lse[e], (place, r, j), phase.masked)
-                    P_rows[r, j] = p
-                    ds = p * (dP[r, j] - delta[e])
-                    dP[r, j] = ds if slope is None else ds * slope
+                    at = (place, r, j)
+                    found = self._pair(S[r, j], lse[e], at, phase.masked)
+                    P_rows[r, j] = found.p
+                    dP[r, j] = self._gradient(found, found.p * (dP[r, j] - delta[e]), at)
         rounded = []
         for x in (P, dp):
             rounded.append(cute.make_rmem_tensor(x.layout, element(c)))
@@ -337,36 +342,75 @@ class BackwardOps:
 
     def _probability(self, product, lse, at, masked):
         """(P, slope of the cap or None) of a product of query and key."""
-        c, run_time, (place, r, j) = self.config, self.run_time, at
-        slope = None
+        pair = self._pair(product, lse, at, masked)
+        return pair.p, pair.slope
+
+    def _pair(self, product, lse, at, masked):
+        """What is known of the pair of row and column ``at``, from its product and its query's LSE."""
+        c, (place, r, j), seen = self.config, at, None
+        score, slope = product * self._in_units(self.run_time.scale), None
         if c.softcap:
-            score, slope = numerics.tanh_and_slope(product * run_time.cap_scale)
-            score = score * run_time.cap_log2 - lse
+            score, slope = numerics.tanh_and_slope(product * self.run_time.cap_scale)
+            score = score * self.run_time.cap
+        if c.score_mod:
+            score = score - self._bias(place, r, j) if c.alibi else score
+            modified = mods.function(c.score_mod)(score, *place.mods.at(r, j, self.run_time.aux))
+            logit = Float32(modified) * LOG2E - lse
+            seen = lse < Float32.inf  # of no sequence, or without keys: the score means nothing
         else:
-            score = product * (run_time.scale * LOG2E) - lse
-        column = 8 * (j // 2) + j % 2
-        if c.alibi:
-            score = score - place.slope_log2 * cute.math.absf(place.distances[r] + Float32(column))
+            logit = score - lse
+            logit = logit - self._bias(place, r, j) if c.alibi else logit
         if masked:
-            seen = Int32(column) >= place.begins[r]
-            if c.left:
-                seen = seen & (Int32(column - 8 * r) < place.end)
-            score = cutlass.select_(seen, score, -Float32.inf)
-        return cute.math.exp2(score, fastmath=True), slope
+            inside = self._inside(place, r, j)
+            seen = inside if seen is None else seen & inside
+        if c.mask_mod:
+            kept = mods.function(c.mask_mod)(*place.mods.at(r, j, self.run_time.aux))
+            seen = cutlass.Boolean(kept) if seen is None else seen & cutlass.Boolean(kept)
+        if seen is not None:
+            logit = cutlass.select_(seen, logit, -Float32.inf)
+        return Pair(cute.math.exp2(logit, fastmath=True), score, slope, seen)
+
+    def _gradient(self, pair, ds, at):
+        """DS of a pair from P (dP - D): through a score_mod, and times the slope of the cap."""
+        c, (place, r, j) = self.config, at
+        if c.score_mod:
+            where = place.mods.at(r, j, self.run_time.aux)
+            ds = mods.function(c.score_mod_bwd)(ds, pair.score, *where)
+            # A derivative may be infinite or NaN where nothing is seen.
+            ds = cutlass.select_(pair.seen, Float32(ds), Float32(0.0))
+        return ds if pair.slope is None else ds * pair.slope
+
+    def _in_units(self, x):
+        """A number for scores in the units that they have."""
+        return x if self.config.natural else x * LOG2E
+
+    def _bias(self, place, r, j):
+        """slope |p - j|, with p the query's position among the keys."""
+        distance = place.distances[r] + Float32(8 * (j // 2) + j % 2)
+        return place.slope * cute.math.absf(distance)
+
+    def _inside(self, place, r, j):
+        """Whether causal masks, windows and lengths let the query of column ``j`` see the key of row ``r``."""
+        column = 8 * (j // 2) + j % 2
+        inside = Int32(column) >= place.begins[r]
+        return inside & (Int32(column - 8 * r) < place.end) if self.config.left else inside
 
     def _place(self, tile, i, first, lane):
         """What masks and biases of step ``i`` depend on, for this thread's columns from ``first`` on."""
         c, tiles, (block, head) = self.config, self.tiles, self.tiles.place(tile, i)
         lengths, first_query = tiles.lengths(tile), block * c.tile_m + first
         key = tile.n_block * c.tile_n + self.first_row + lane // 4
-        keys, slope_log2 = tuple(key + 8 * r for r in range(2 * c.key_atoms)), None
+        keys, slope, place = tuple(key + 8 * r for r in range(2 * c.key_atoms)), None, None
         if c.alibi:
-            slope_log2 = self.run_time.slopes[tiles.where(tile).batch, head] * LOG2E
+            slope = self._in_units(self.run_time.slopes[tiles.where(tile).batch, head])
+        if c.has_mods:
+            place = ModPlace.of(tiles, tile, head, first_query, keys)
         return StepPlace(
             begins=tuple(tiles.blocks.query_begin(key, *lengths) - first_query for key in keys),
             end=tiles.blocks.window_end(key, *lengths) - first_query if c.left else None,
             distances=tuple(Float32(first_query + lengths[1] - lengths[0] - key) for key in keys),
-            slope_log2=slope_log2,
+            slope=slope,
+            mods=place,
         )
 
     def put_ds(self, p, ds):
@@ -456,4 +500,15 @@ class StepPlace:
     begins: tuple  # columns before this one do not see the key
     end: object  # nor, of the first key, do those from this one on; of each next key 8 later. LSE hides what is behind the last query
     distances: tuple  # from key to query, in keys
-    slope_log2: object  # of ALiBi, or None
+    slope: object  # of ALiBi in the units of scores, or None
+    mods: object  # ModPlace, or None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What is known of a query and a key before dP is."""
+
+    p: object
+    score: object  # as a score_mod is given it
+    slope: object  # of the cap, or None
+    seen: object  # whether the query sees the key, or None if it surely does

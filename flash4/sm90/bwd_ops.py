@@ -13,9 +13,9 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from flash4.common import mods, numerics
 from flash4.common.dsl import inline_ptx
-from flash4.common.geometry import choose, imax, imin
+from flash4.common.geometry import choose, imin
 from flash4.common.graph import WARP, WARPGROUP
-from flash4.common.mods import SeqlenInfo
+from flash4.common.mod_places import ModPlace
 from flash4.common.numerics import LOG2E
 from flash4.common.tma_views import ragged_rows
 from flash4.sm90.bwd_config import STAGES, BackwardConfig
@@ -417,23 +417,6 @@ class Place:
 
 
 @dataclass(frozen=True)
-class ModPlace:
-    """What mods are told of a step, by this thread's two rows."""
-
-    batch: object  # number of the sequence
-    head: object
-    keys: tuple  # of the rows; inside the sequence, as queries are: a mod may read a tensor there
-    first_query: object  # of the first column
-    info: SeqlenInfo
-
-    def at(self, r, j, aux):
-        """Arguments of a mod behind the score, of row ``r`` and column ``j``."""
-        query = self.first_query + (8 * (j // 2) + j % 2)
-        query = imax(imin(query, self.info.seqlen_q - 1), 0)
-        return self.batch, self.head, query, self.keys[r], self.info, aux
-
-
-@dataclass(frozen=True)
 class Pair:
     """What is known of a query and a key before dP is."""
 
@@ -652,24 +635,13 @@ class MmaOps:
             slope = self.mSlopes[tiles.where(tile).batch, head]
             slope = slope if self.config.natural else slope * LOG2E
         if self.config.has_mods:
-            place = self._mod_place(tile, head, first_query, keys)
+            place = ModPlace.of(tiles, tile, head, first_query, keys)
         return Place(
             begins=tuple(tiles.blocks.query_begin(key, *lengths) - first_query for key in keys),
             ends=tuple(tiles.blocks.query_end(key, *lengths) - first_query for key in keys),
             distances=tuple(Float32(first_query + lengths[1] - lengths[0] - key) for key in keys),
             slope=slope,
             mods=place,
-        )
-
-    def _mod_place(self, tile, head, first_query, keys):
-        """What mods are told of a step, for this thread."""
-        where, (seqlen_q, seqlen_k) = self.tiles.where(tile), self.tiles.lengths(tile)
-        return ModPlace(
-            batch=where.batch,
-            head=head,
-            keys=tuple(imax(imin(key, seqlen_k - 1), 0) for key in keys),
-            first_query=first_query,
-            info=SeqlenInfo(seqlen_q, seqlen_k, Int32(where.row_q), Int32(where.row_k)),
         )
 
     def _seen(self, place, r, j):

@@ -28,6 +28,10 @@ DIMS_OF_MODS = (
     (64, 64, torch.float16),
     (192, 128, torch.bfloat16),
 )
+AMPERE_DIMS_OF_MODS = (
+    *DIMS_OF_MODS,
+    (256, 256, torch.bfloat16),
+)  # whose kernel has other tiles there
 
 
 def features_of(case: GradientCase) -> frozenset[str]:
@@ -62,14 +66,15 @@ def pairs_of(case: GradientCase) -> set[tuple[str, ...]]:
 
 
 def random_cases(
-    n: int, seed: int, sequences: bool = False, arch: str = "sm_90a"
+    n: int, seed: int, sequences: bool = False, arch: str = "sm_90a", mods: bool = False
 ) -> list[GradientCase]:
-    """Make n cases for a target, all of them of sequences of different lengths if asked; tensors of case i have the seed ``seed + i``.
+    """Make n cases for a target, all of them of sequences of different lengths, or with mods, if asked; tensors of case i
+    have the seed ``seed + i``.
 
     Of several that are drawn, the one is taken in which the most pairs of features meet for the first time.
     """
     generator = random.Random(seed)
-    drawn = _candidates(generator.choice, seed, sequences, arch)
+    drawn = _candidates(generator.choice, seed, sequences, arch, mods)
     cases, met = [], set()
     for i in range(n):
         some = [next(drawn) for _ in range(CANDIDATES if i < n // 2 else 1)]
@@ -79,12 +84,15 @@ def random_cases(
     return cases
 
 
-def _candidates(choose, seed: int, sequences: bool, arch: str):
+def _candidates(choose, seed: int, sequences: bool, arch: str, mods: bool):
     """Cases whose gradients are built, without end."""
-    problems = random_problems(10**9, seed, max_scores=MAX_SCORES)
-    for problem in (p for p in problems if p.varlen or not sequences):
-        if problem.score_mod is not None or problem.mask_mod is not None:
-            head_dim, head_dim_v, dtype = choose(DIMS_OF_MODS)
+    dims_of_mods = DIMS_OF_MODS if arch.endswith("a") else AMPERE_DIMS_OF_MODS
+    for problem in random_problems(10**9, seed, max_scores=MAX_SCORES):
+        has_mods = problem.score_mod is not None or problem.mask_mod is not None
+        if sequences and not problem.varlen or mods and not has_mods:
+            continue
+        if has_mods:
+            head_dim, head_dim_v, dtype = choose(dims_of_mods)
             changes = dict(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
             problem = dataclasses.replace(problem, **changes)
         if is_built(problem, arch):
@@ -101,6 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = parser_of("tests.gpu.fuzz_backward", __doc__)
     parser.add_argument("--sequences", action="store_true", help="of different lengths, all")
+    parser.add_argument("--mods", action="store_true", help="in all")
     parser.add_argument("--dout", choices=DOUTS, default="contiguous", help="with --problem")
     parser.add_argument("--dlse", action="store_true", help="with --problem")
     parser.add_argument("--deterministic", action="store_true", help="with --problem")
@@ -110,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
         flags = (options.dout, options.dlse, options.deterministic)
         cases = [GradientCase(one_problem(options.problem), options.seed, *flags)]
     else:
-        cases = random_cases(options.n, options.seed, options.sequences, arch)
+        cases = random_cases(options.n, options.seed, options.sequences, arch, options.mods)
     cases, keys = within(cases, options.kernels, arch, options.seed, other_flags)
     return compile_and_run(cases, keys, options)
 

@@ -30,9 +30,9 @@ FACTS = {
 
 
 def case_of(facts: dict):
-    """(config, (kernel, target)) of a call; gradients of mods are not built."""
+    """(config, (kernel, target)) of a call."""
     backward = facts["kernel"] == BACKWARD
-    problem = sweep.problem_of(facts | {"mods": "no mods"} if backward else facts)
+    problem = sweep.problem_of(facts, gradients=backward)
     card = getattr(bwd_config if backward else fwd_config, CARDS[facts["target"]])
     assert card.can_implement(problem) is None
     config = card.choose_config(problem)[0]

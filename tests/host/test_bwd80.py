@@ -1,5 +1,6 @@
 """The Ampere backward without a GPU: memory, who has which part of dQ, and its own role in plain Python."""
 
+import functools
 from dataclasses import replace
 from itertools import product
 
@@ -23,11 +24,16 @@ from flash4.sm80.fwd_config import CTA_RESERVED, SMEM_ALIGN
 from tests import strategies
 from tests.checks import assert_gradients_close
 from tests.gpu.gradients import is_built
+from tests.host.test_bwd90_sequences import NEIGHBOURS, arrays_of, assert_neighbours_are_apart
+from tests.host.test_bwd100_sequences import facts_of
 
 CARDS = {
     name: getattr(bwd_config, name) for name in ("A100", "SMALL", "CONSUMER_BLACKWELL", "HOPPER")
 }
-FEATURES = ({}, {"causal": True}, {"window_left": True, "softcap": True}, {"cu_q": True})
+FEATURES = (
+    *({}, {"causal": True}, {"window_left": True, "softcap": True}, {"cu_q": True}),
+    *({"mask_mod": 1}, {"score_mod": 1, "score_mod_bwd": 2}, {"mask_mod": 1, "aux": 1}),
+)
 TINY = BackwardConfig(True, 32, 32, 32, False, warps=4, key_warps=4)
 
 
@@ -55,6 +61,7 @@ def test_every_config_fits_its_card(card):
         ("SMALL", (256, 256), {}, None, "so little shared memory"),
         ("HOPPER", (256, 256), {"softcap": True}, None, "a cap"),
         ("HOPPER", (256, 256), {"deterministic": True}, None, "a fixed order of sums"),
+        ("HOPPER", (256, 256), {"mask_mod": 1}, None, "not built for mods"),
         ("HOPPER", (256, 160), {}, None, "160 columns, which are no multiple of 64"),
     ],
 )
@@ -64,6 +71,12 @@ def test_two_roles_serve_what_they_can(card, dims, facts, stages, reason):
     assert config.two_roles == (stages is not None)
     assert stages in (None, config.stages) and config.ds_slots == (stages or 1)
     assert reason in reasons[-1]
+
+
+def test_a_score_mod_needs_its_derivative():
+    facts = {"score_mod": 1, "aux": 0}
+    assert "pass score_mod_bwd(" in bwd_config.A100.can_implement(problem(64, 64, **facts))
+    assert bwd_config.A100.can_implement(problem(64, 64, **facts, score_mod_bwd=2)) is None
 
 
 def shipped():
@@ -107,29 +120,87 @@ TILES = (
     st.integers(0, 2**16),
 )  # fmt: skip
 def test_gradients_of_every_feature(problem, tile, deterministic, seed):
-    inputs, keywords = problem.tensors(seed=seed), problem.keywords()
-    assume(all(x.numel() for x in inputs) and is_built(problem, "sm_80"))
-    options = options_of(*inputs, **keywords)
-    facts = AttentionProblem.of_call(*inputs, options)
-    facts = replace(facts, deterministic=deterministic)
-    config, _ = bwd_config.HOPPER.choose_config(facts)
+    assume(all(x.numel() for x in problem.shapes) and is_built(problem, "sm_80"))
+    config, _ = bwd_config.HOPPER.choose_config(facts_of(problem, deterministic))
     tile = {"tile_m": 32, "stages": 2, "two_roles": False} | tile
     assume(bwd_config.query_warps(tile["tile_m"], config.tile_d, tile["warps"]))
     if tile["two_roles"]:
-        assume(not (config.softcap or config.ordered))
+        assume(bwd_config.two_roles_lack(replace(config, tile_d=64, tile_dv=64)) is None)
         tile |= {name: -(-getattr(config, name) // 64) * 64 for name in ("tile_d", "tile_dv")}
     config = replace(config, **tile)
     assume(config.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT)
-    out, lse = reference.attention(*inputs, return_lse=True, **keywords)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(problem.dtype)
-    for name in ("alibi_slopes",):
-        if getattr(options, name) is not None:
-            options = options._replace(**{name: getattr(options, name).float().numpy()})
-    arrays = [x.float().numpy() for x in (*inputs, out.to(problem.dtype), lse, dout)]
+    run(problem, config, seed)
+
+
+def run(problem, config, seed=0):
+    """Simulate a call with a config, and check it."""
+    inputs = problem.tensors(seed=seed)
+    arrays, options, dout = arrays_of(problem, inputs, seed)
     with np.errstate(invalid="ignore"):
         gradients = simulate_backward(config, arrays, options, seed=seed)
     gradients = tuple(torch.from_numpy(x).to(problem.dtype) for x in gradients)
+    assert_gradients_close(gradients, inputs, dout, **problem.keywords())
+
+
+MODS = {
+    "score": {"score_mod": "bent", "causal": True},
+    "mask": {"mask_mod": "dilated", "alibi": "by head"},
+    "score alone": {"score_mod": "relative"},
+    "cap, tensors": {"score_mod": "heads", "mask_mod": "documents", "softcap": 3.0},
+    "window": {"score_mod": "bent", "mask_mod": "dilated", "window_size": (60, 40)},
+    "rows without keys": {"mask_mod": "dilated", "window_size": (0, 0), "sink": 0.0},
+    "packed": {
+        "score_mod": "heads", "mask_mod": "documents", "alibi": "by head", "softcap": 3.0,
+        "lengths_q": (70, 0, 40, 1), "lengths_k": (50, 40, 130, 0), "around": (3, 20),
+    },
+    "in use": {"score_mod": "bent", "batch": 2, "used_q": (90, 0), "used_k": (3, 150)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("card", "head_dim"), [("A100", 64), ("A100", 128), ("A100", 256), ("SMALL", 256)]
+)
+@pytest.mark.parametrize("name", MODS)
+def test_mods_with_the_tiles_that_ship(name, card, head_dim):
+    sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": 90, "seqlen_k": 150}
+    problem = strategies.Problem(**sizes, dtype=torch.bfloat16, ratio=2, **MODS[name])
+    config, _ = CARDS[card].choose_config(facts_of(problem, deterministic=len(name) % 2 == 0))
+    assert config.has_mods and not config.two_roles
+    run(problem, config, len(name))
+
+
+def test_a_derivative_may_be_anything_where_nothing_is_seen():
+    """Infinite at a score of 0, as queries behind the last have it; so may the score itself become."""
+    problem = strategies.Problem(seqlen_q=40, seqlen_k=70, head_dim=64, head_dim_v=64)
+    inputs = [x.abs() + 0.1 for x in problem.tensors()]
+    keywords = {"score_mod": root, "score_mod_bwd": root_bwd, "softmax_scale": 0.1}
+    options = options_of(*inputs, **keywords)
+    config, _ = bwd_config.A100.choose_config(AttentionProblem.of_call(*inputs, options))
+    out, lse = reference.attention(*inputs, return_lse=True, **keywords)
+    dout = problem.output_gradient()
+    arrays = [x.float().numpy() for x in (*inputs, out.to(dout.dtype), lse, dout)]
+    with np.errstate(all="ignore"):
+        gradients = simulate_backward(config, arrays, options)
+    gradients = tuple(torch.from_numpy(x).to(dout.dtype) for x in gradients)
     assert_gradients_close(gradients, inputs, dout, **keywords)
+
+
+def root(score, *_):
+    """Of positive scores; of a score of 0 its derivative is infinite."""
+    return score**0.5
+
+
+def root_bwd(grad, score, *_):
+    """Derivative of ``root``."""
+    return grad * 0.5 / score**0.5
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_what_a_sequence_holds_reaches_no_other_row(name):
+    """Not even the rows around the sequences: their tiles, which nobody sees, find somebody's statistics."""
+    config, _ = bwd_config.HOPPER.choose_config(facts_of(NEIGHBOURS[name]))
+    simulate = functools.partial(simulate_backward, config)
+    assert_neighbours_are_apart(NEIGHBOURS[name], np.nan, simulate)
 
 
 def test_a_fixed_order_gives_the_same_bits():
@@ -163,6 +234,9 @@ def test_every_order_of_a_small_problem():
         ({"tile_m": 32, "tile_d": 96, "warps": 8, "key_warps": 8}, "cannot be shared out"),
         ({"stages": 3}, "stages is 3"),
         (TWO_ROLES | {"softcap": True}, "two roles need 8 warps"),
+        (TWO_ROLES | {"mask_mod": 1}, "no mods"),
+        ({"score_mod": 1}, "score_mod and score_mod_bwd go together"),
+        ({"aux": 1}, "without a mod"),
         (TWO_ROLES | {"warps": 4}, "two roles need 8 warps"),
         (TWO_ROLES | {"tile_d": 128, "tile_dv": 96}, "96 columns of dK or dV cannot be shared out"),
         ({"causal": True, "right": True}, "exclude each other"),

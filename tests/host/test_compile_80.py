@@ -33,6 +33,11 @@ def double(score, batch, head, q_idx, kv_idx, seqlen_info, aux):
     return score + aux[0][head]
 
 
+def double_bwd(grad, score, batch, head, q_idx, kv_idx, seqlen_info, aux):
+    """Its derivative."""
+    return grad
+
+
 def odd(batch, head, q_idx, kv_idx, seqlen_info, aux):
     """A mask that reads one."""
     return kv_idx >= aux[1][batch]
@@ -47,7 +52,12 @@ FACTS = {
     "alibi": {"alibi": True, "causal": True},
     "packed": {"cu_q": True, "cu_k": True, "causal": True},
     "in use": {"used_q": True, "used_k": True},
-    "mods": {"score_mod": mods.register(double), "mask_mod": mods.register(odd), "aux": AUX},
+    "mods": {
+        "score_mod": mods.register(double),
+        "score_mod_bwd": mods.register(double_bwd),
+        "mask_mod": mods.register(odd),
+        "aux": AUX,
+    },
     "turns": {"causal": True, "deterministic": True},
 }
 
@@ -89,10 +99,7 @@ def config_of(kernel, arch, head_dim, facts):
 
 def problem_of(kernel, arch, head_dim, name) -> str | None:
     """What is wrong with a kernel, or None."""
-    facts = FACTS[name]
-    if kernel == BACKWARD and name in ("mods", "cap, sink"):
-        facts = {"causal": True, "softcap": True}
-    loops, _ = compiled(kernel, config_of(kernel, arch, head_dim, facts), arch)
+    loops, _ = compiled(kernel, config_of(kernel, arch, head_dim, FACTS[name]), arch)
     spilled = [loop for loop in loops if loop[1]]
     if not loops or spilled:
         return f"{kernel} {arch} {head_dim} {name}: (instructions, spills) of loops {loops}"
@@ -108,6 +115,9 @@ FEW = (
     (BACKWARD, "sm_86", 128, "packed"),
     (BACKWARD, "sm_80", 256, "causal"),
     (BACKWARD, "sm_90", 256, "full"),
+    (BACKWARD, "sm_80", 128, "mods"),
+    (BACKWARD, "sm_120", 64, "mods"),
+    (BACKWARD, "sm_86", 256, "mods"),
 )
 
 

@@ -16,9 +16,9 @@ NEVER = {("causal", "right")}
 RARE = {"negative scale"}
 
 
-@pytest.mark.parametrize("seed", [0, 1, 12])
-def test_every_pair_of_features_meets(seed):
-    cases = random_cases(200, seed)
+@pytest.mark.parametrize(("arch", "seed"), [("sm_90a", 0), ("sm_90a", 1), ("sm_90", 12)])
+def test_every_pair_of_features_meets(arch, seed):
+    cases = random_cases(200, seed, arch=arch)
     names = set().union(*map(features_of, cases)) - RARE
     assert names == {
         "causal", "left", "right", "softcap", "sink", "alibi", "score_mod", "mask_mod", "aux_tensors",
@@ -27,6 +27,15 @@ def test_every_pair_of_features_meets(seed):
     }  # fmt: skip
     wanted = {*itertools.combinations(sorted(names), 2)} - NEVER
     assert not wanted - set().union(*map(pairs_of, cases))
+
+
+def test_mods_in_all():
+    """On Ampere of all of its kinds of tiles, and with few kernels."""
+    cases = random_cases(60, 5, arch="sm_90", mods=True)
+    assert all({"score_mod", "mask_mod"} & features_of(case) for case in cases)
+    _, keys = within(cases, 40, "sm_90", 5, other_flags)
+    mains = [config.main for _, config, _ in keys if hasattr(config, "main")]
+    assert len(keys) <= 40 and {config.tile_m for config in mains} == {32, 64}
 
 
 def test_the_same_seed_draws_the_same_problems():
