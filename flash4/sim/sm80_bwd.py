@@ -68,11 +68,11 @@ class WarpOps:
         number, rows = warp % c.role_warps, c.key_atoms * ATOM_ROWS
         first, part = number % c.key_warps * rows, number // c.key_warps
         self._mine = number  # which of the parts of P, dS, dK and dV
-        self._column_part = number if c.two_roles else part
+        self._column_part = number if c.two_roles and not c.keeps_p else part
         self._keys = range(first, first + rows)
         columns = c.tile_m // c.splits
         self._columns = slice(part * columns, (part + 1) * columns)
-        self.copies_ahead, self.keeps_p = c.stages > 1, c.splits == 1
+        self.copies_ahead, self.keeps_p = c.stages > 1, c.keeps_p
 
     def phases(self, tile):
         """See ``KvSteps.phases``."""
@@ -287,7 +287,9 @@ class TwoRolesOps(WarpOps):
     def __init__(self, machine: Machine, call: Call, warp: int, memory: dict, barriers: tuple):
         super().__init__(machine, call, warp, memory, barriers[0])
         self._role = warp // call.config.role_warps
-        self._p, self._meeting = barriers[1], barriers[2 + self._role]
+        of_p, of_roles = barriers[1:]
+        self._p = of_p[self._mine % len(of_p)]
+        self._meeting = of_roles[self._role] if of_roles else None  # where nobody meets
 
     def post_p(self):
         """``mma_v``: P is there."""
@@ -307,18 +309,23 @@ class TwoRolesOps(WarpOps):
 
     def ds(self, i, dp):
         """dS^T, in 16 bit, of P in shared memory."""
-        p = self._memory["p"][0][self._mine].read()
+        p = self._memory["p"][self._p_slot(i)][self._mine].read()
         return round_to_16_bit(p * (dp - self._statistic("delta", i)), self._config.bf16)
 
-    def put_p(self, p):
+    def _p_slot(self, i):
+        return i % self._config.ds_slots if self._config.hands_over else 0
+
+    def put_p(self, i, p):
         """P^T into shared memory."""
-        self._memory["p"][0][self._mine].write(p)
+        self._memory["p"][self._p_slot(i)][self._mine].write(p)
 
     def put_ds(self, i, ds):
         """dS^T into shared memory."""
         self._memory["ds"][i % self._config.ds_slots][self._mine].write(ds)
 
     def _of_keys(self, name, mine, i):
+        if self.keeps_p:
+            return mine
         return self._all(name, i % self._config.ds_slots if name == "ds" else 0)
 
     def add_dq_of(self, tile, i):
@@ -412,12 +419,15 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str):
             for s in range(c.stages)
         ]  # fmt: skip
     scores = (c.key_atoms * ATOM_ROWS, c.tile_m // c.splits)
-    memory["ds"] = [
-        _parts(space, f"{prefix}ds[{s}]", bases["ds"] + s * c.rows("ds").nbytes, c, scores)
-        for s in range(c.ds_slots)
-    ]
-    if c.passes_p:
-        memory["p"] = [_parts(space, f"{prefix}p", bases["p"], c, scores)]
+    slots = {"ds": c.ds_slots}
+    if "p" in bases:
+        slots["p"] = c.ds_slots if c.hands_over else 1
+    for name, count in slots.items():
+        nbytes = c.rows(name).nbytes
+        memory[name] = [
+            _parts(space, f"{prefix}{name}[{s}]", bases[name] + s * nbytes, c, scores)
+            for s in range(count)
+        ]
     for name, width in (("dk", c.tile_d), ("dv", c.tile_dv)):
         shape = (c.sum_atoms * ATOM_ROWS, width // c.column_parts)
         memory[name] = _parts(space, prefix + name, bases[name], c, shape)
@@ -426,11 +436,13 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str):
     ops_of = WarpOps
     if c.two_roles:
         ops_of = TwoRolesOps
-        named = (
-            (BARRIER_P, "P", c.warps),
-            *((BARRIER_ROLE + n, role.name, c.role_warps) for n, role in enumerate(c.graph.roles)),
-        )
-        barrier = barrier, *(NamedBarrier(machine, *facts, 1) for facts in named)
+        of_p, of_roles = [(BARRIER_P, "P", c.warps)], []
+        if c.hands_over:
+            of_p = [(BARRIER_P + n, f"P of pair {n}", 2) for n in range(c.role_warps)]
+        else:
+            roles = enumerate(c.graph.roles)
+            of_roles = [(BARRIER_ROLE + n, role.name, c.role_warps) for n, role in roles]
+        barrier = (barrier, *([NamedBarrier(machine, *x, 1) for x in y] for y in (of_p, of_roles)))
     for warp in range(c.warps):
         role = plain(getattr(type(schedule), c.graph.roles[warp // c.role_warps].name))
         ops = ops_of(machine, call, warp, memory, barrier)

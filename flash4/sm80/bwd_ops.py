@@ -114,7 +114,7 @@ class BackwardOps:
     @property
     def keeps_p(self) -> bool:
         """Whether P and dS of a warp's keys are its own."""
-        return not self.config.passes_p
+        return self.config.keeps_p
 
     @property
     def lane(self):
@@ -270,7 +270,11 @@ class BackwardOps:
             at_a = at_a + self.first_sum_row * rows_a.row_bytes
         for step in range(c.tile_m // 16):
             if self.keeps_p:
-                atoms = [cute.make_tensor(a.iterator + 8 * step, cute.make_layout(8))]
+                down = cute.size(a) // c.sum_atoms
+                atoms = [
+                    cute.make_tensor(a.iterator + (8 * step + m * down), cute.make_layout(8))
+                    for m in range(c.sum_atoms)
+                ]
             else:
                 atoms = self._atoms(rows_a, rows_a.pair_at(at_a, step), c.sum_atoms)
             for number, at in enumerate(pairs):

@@ -1,8 +1,8 @@
-"""Schedule of the Ampere backward for head dims above 128: half of the warps keep dV, the others dK; see ``bwd_roles``.
+"""Schedule of the Ampere backward for head dims above 64: half of the warps keep dV, the others dK; see ``bwd_roles``.
 
-S^T and P^T are one half's, dP^T and dS^T the other's; both reach each other through shared memory, in 16 bit. A warp that
-has 32 keys of one product, and all keys of some columns of one sum, reads less shared memory than one that has half as
-much of each. With two slots of Q and dO the product of dQ is late, in the next step: so that while one half takes exponentials,
+S^T and P^T are one half's, dP^T and dS^T the other's; P reaches the other half through shared memory, in 16 bit. A warp that
+has 32 keys of one product, and the same keys of one sum, or all keys of some of its columns, reads less shared memory than
+one that has half as much of each. Up to head dim 128 a warp's sum is of its own keys: P, or dS, are operands as they are. With two slots of Q and dO the product of dQ is late, in the next step: so that while one half takes exponentials,
 the other multiplies. With one slot it is beside the next step's copies.
 """
 
@@ -30,9 +30,10 @@ class TwoBackwardRoles:
                         ops.commit()
                     s = ops.s(i)  # S^T = K Q^T
                     p = ops.probabilities(tile, i, s, phase)  # P = exp(S - LSE)
-                    ops.put_p(p)
+                    ops.put_p(i, p)
                     ops.post_p()
-                    ops.meet_role()  # P of all keys is there
+                    if not ops.keeps_p:
+                        ops.meet_role()  # P of all keys is there
                     ops.dv(i, p)  # dV += P^T dO
                     if ops.copies_ahead:
                         ops.add_dq_of(tile, i - 1)  # dQ = dS K; dS is there since the step began
@@ -67,7 +68,8 @@ class TwoBackwardRoles:
                 ops.wait_p()
                 ds = ops.ds(i, dp)  # dS = P (dP - D)
                 ops.put_ds(i, ds)
-                ops.meet_role()  # dS of all keys is there
+                if not ops.keeps_p:
+                    ops.meet_role()  # dS of all keys is there
                 ops.dk(i, ds)  # dK += dS^T Q
                 if not ops.copies_ahead:
                     ops.sync()

@@ -18,7 +18,7 @@ from flash4.sim.explore import explore
 from flash4.sim.sm80_bwd import backward_machines, simulate_backward
 from flash4.sim.sm80_fwd import SMEM_LIMIT
 from flash4.sm80 import bwd_config
-from flash4.sm80.bwd_config import TWO_ROLES, BackwardConfig
+from flash4.sm80.bwd_config import OWN_KEYS, TWO_ROLES, BackwardConfig
 from flash4.sm80.fwd_config import CTA_RESERVED, SMEM_ALIGN
 from tests import strategies
 from tests.checks import assert_gradients_close
@@ -32,7 +32,8 @@ TINY = BackwardConfig(True, 32, 32, 32, False, warps=4, key_warps=4)
 
 
 def problem(head_dim, head_dim_v, **facts):
-    return AttentionProblem(torch.bfloat16, 1, 4096, 4096, 4, 2, head_dim, head_dim_v, **facts)
+    facts = {"batch": 2, "seqlen_q": 4096, "seqlen_k": 4096, "heads_q": 4, "heads_kv": 2} | facts
+    return AttentionProblem(torch.bfloat16, head_dim=head_dim, head_dim_v=head_dim_v, **facts)
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
@@ -56,6 +57,12 @@ def test_every_config_fits_its_card(card):
         ("HOPPER", (256, 256), {"softcap": True}, None, "a cap"),
         ("HOPPER", (256, 256), {"deterministic": True}, None, "a fixed order of sums"),
         ("HOPPER", (256, 160), {}, None, "160 columns, which are no multiple of 64"),
+        ("HOPPER", (128, 128), {"causal": True}, 2, "each of its own 32 keys"),
+        ("A100", (96, 72), {}, 2, "each of its own 32 keys"),
+        ("SMALL", (128, 128), {}, None, "so little shared memory"),
+        ("HOPPER", (128, 128), {"seqlen_k": 2048}, None, "64 tiles of keys"),
+        ("HOPPER", (128, 128), {"seqlen_k": 2049}, 2, "each of its own 32 keys"),
+        ("HOPPER", (128, 128), {"softcap": True}, None, "a cap"),
     ],
 )
 def test_two_roles_serve_what_they_can(card, dims, facts, stages, reason):
@@ -98,6 +105,8 @@ TILES = (
     {"warps": 8, "key_warps": 4, "tile_m": 64},
     TWO_ROLES,
     TWO_ROLES | {"stages": 1},
+    OWN_KEYS,
+    OWN_KEYS | {"stages": 1},
 )
 
 
@@ -117,7 +126,8 @@ def test_gradients_of_every_feature(problem, tile, deterministic, seed):
     assume(bwd_config.query_warps(tile["tile_m"], config.tile_d, tile["warps"]))
     if tile["two_roles"]:
         assume(not (config.softcap or config.ordered))
-        tile |= {name: -(-getattr(config, name) // 64) * 64 for name in ("tile_d", "tile_dv")}
+        if tile["key_warps"] == TWO_ROLES["key_warps"]:
+            tile |= {x: -(-getattr(config, x) // 64) * 64 for x in ("tile_d", "tile_dv")}
     config = replace(config, **tile)
     assume(config.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT)
     out, lse = reference.attention(*inputs, return_lse=True, **keywords)
@@ -165,6 +175,7 @@ def test_every_order_of_a_small_problem():
         (TWO_ROLES | {"softcap": True}, "two roles need 8 warps"),
         (TWO_ROLES | {"warps": 4}, "two roles need 8 warps"),
         (TWO_ROLES | {"tile_d": 128, "tile_dv": 96}, "96 columns of dK or dV cannot be shared out"),
+        (OWN_KEYS | {"tile_m": 128}, "P of 128 queries cannot be handed over"),
         ({"causal": True, "right": True}, "exclude each other"),
     ],
 )
