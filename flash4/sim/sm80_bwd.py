@@ -90,7 +90,7 @@ class WarpOps:
         shape = (sum(region.shape[0] for region in target.regions), target.regions[0].shape[1])
         block = np.zeros(shape, np.float32)
         block[: len(rows), : rows.shape[1]] = rows
-        for where, region in target.of_warp(self._warp):
+        for where, region in target.of_warp(self._warp % target.warps):
             self._copies.copy(region, block[where])
 
     def copy_keys(self, tile):
@@ -113,7 +113,7 @@ class WarpOps:
         for name, x in (("q", call.q), ("do", call.dout)):
             rows = x[where.entry_q, where.row_q + first : end, head]
             self._copy(self._memory[name][slot], rows)
-        if self._warp == 0:  # whose threads are as many as statistics have chunks
+        if self._mine == 0:  # whose threads are as many as statistics have chunks
             first = (where.slot_q + block) * c.tile_m
             for name, x in (("lse", call.lse), ("delta", call.delta)):
                 row = x[where.entry_q, head, first : first + c.tile_m]
@@ -406,7 +406,9 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str):
     for name in ("q", "do"):
         rows = c.rows(name)
         memory[name] = [
-            CopiedRows(space, f"{prefix}{name}[{s}]", bases[name] + s * rows.nbytes, rows, c.warps)
+            CopiedRows(
+                space, f"{prefix}{name}[{s}]", bases[name] + s * rows.nbytes, rows, c.role_warps
+            )
             for s in range(c.stages)
         ]
     for name in ("lse", "delta"):

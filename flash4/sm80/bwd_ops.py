@@ -14,6 +14,7 @@ from cutlass import Float32, Int32, Int64
 from flash4.common import numerics
 from flash4.common.dsl import inline_ptx
 from flash4.common.geometry import choose
+from flash4.common.graph import WARP
 from flash4.common.numerics import LOG2E
 from flash4.sm80.bwd_config import FLOAT_BYTES, BackwardConfig
 from flash4.sm80.copies import (
@@ -161,9 +162,8 @@ class BackwardOps:
         first = tile.n_block * c.tile_n
         count = self.tiles.lengths(tile)[1] - first
         for x, name, base in ((self.k, "k", self.shared.k), (self.v, "v", self.shared.v)):
-            self._copy(
-                x, c.rows(name), (where.entry_k, where.row_k + first, tile.head_kv), base, count
-            )
+            place = (where.entry_k, where.row_k + first, tile.head_kv)
+            self._copy(x, c.rows(name), place, base, (count, c.threads))
 
     @cute.jit
     def copy_step(self, tile, i):
@@ -177,17 +177,18 @@ class BackwardOps:
         count = self.tiles.lengths(tile)[0] - first
         for x, name, base in ((self.q, "q", self.shared.q), (self.do, "do", self.shared.do)):
             at = base + slot * c.rows(name).nbytes
-            self._copy(x, c.rows(name), (where.entry_q, where.row_q + first, head), at, count)
+            place = (where.entry_q, where.row_q + first, head)
+            self._copy(x, c.rows(name), place, at, (count, c.role_warps * WARP))
         sources = ((self.run_time.lse, self.shared.lse), (self.run_time.delta, self.shared.delta))
         for x, base in sources:
             row = x[where.entry_q, head, None].iterator + (where.slot_q + block) * c.tile_m
             self._copy_floats(row.toint(), base + slot * c.statistics_bytes)
 
-    def _copy(self, x, rows, place, base, count):
-        """Copy the rows of an array from (entry, row, head) of x on; ``count`` of them exist."""
-        entry, first, head = place
-        thread = numerics.opaque(self.thread) & (self.config.threads - 1)  # not negative
-        copy = RowCopy.of(rows, self.config.threads, thread, x.shape[3])
+    def _copy(self, x, rows, place, base, counts):
+        """Copy the rows of an array from (entry, row, head) of x on; ``counts`` are rows that exist, and threads that copy."""
+        (entry, first, head), (count, threads) = place, counts
+        thread = numerics.opaque(self.thread) & (threads - 1)  # not negative
+        copy = RowCopy.of(rows, threads, thread, x.shape[3])
         stride = Int64(x.stride[1]) * ELEMENT_BYTES
         address = x[entry, first, head, None].iterator.toint() + Int64(copy.row) * stride
         copy.copy(base, address + Int64(copy.chunk * CHUNK_BYTES), stride, count)
@@ -195,8 +196,9 @@ class BackwardOps:
     @cute.jit
     def _copy_floats(self, address, base):
         """Copy a statistic of a step's queries."""
-        if self.thread < self.config.tile_m // FLOATS:
-            offset = self.thread * CHUNK_BYTES
+        thread = self.thread & (self.config.role_warps * WARP - 1)
+        if thread < self.config.tile_m // FLOATS:
+            offset = thread * CHUNK_BYTES
             cp_async(base + offset, address + Int64(offset))
 
     def commit(self):

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 
 
 class TwoBackwardRoles:
-    """The two roles; the warps of both copy, and both add half of dQ."""
+    """The two roles; both add half of dQ, and ``mma_k``, which has no exponentials, copies Q and dO for both."""
 
     @cute.jit
     def mma_v(self, ops, tiles):
@@ -19,15 +19,11 @@ class TwoBackwardRoles:
         if tile.valid:
             ops.begin(tile)  # dV = 0
             ops.copy_keys(tile)
-            ops.copy_step(tile, 0)
             ops.commit()
+            ops.wait_copies()  # of this warp; ``mma_k`` has those of steps
             for phase in ops.phases(tile):  # masked steps, then the others: unrolled
                 for i in range(phase.begin, phase.end):
-                    ops.wait_copies()  # this warp's part of step i has landed
-                    ops.sync()  # and so have all others'; all are through with the step before
-                    if ops.copies_ahead:
-                        ops.copy_step(tile, i + 1)
-                        ops.commit()
+                    ops.sync()  # Q and dO of step i have landed; all are through with the step before
                     s = ops.s(i)  # S^T = K Q^T
                     p = ops.probabilities(tile, i, s, phase)  # P = exp(S - LSE)
                     ops.put_p(i, p)
@@ -39,8 +35,6 @@ class TwoBackwardRoles:
                         ops.add_dq_of(tile, i - 1)  # dQ = dS K; dS is there since the step began
                     else:
                         ops.sync()  # nobody reads this step's Q and dO any more; dS is there
-                        ops.copy_step(tile, i + 1)
-                        ops.commit()
                         ops.add_dq_of(tile, i)
             ops.sync()
             if ops.copies_ahead:
@@ -58,12 +52,12 @@ class TwoBackwardRoles:
             ops.copy_step(tile, 0)
             ops.commit()
             for i in range(tile.steps):  # of any phase: what is hidden is 0 in P
-                ops.wait_copies()
-                ops.sync()
+                ops.wait_copies()  # this warp's part of step i has landed
+                ops.sync()  # and so have all others'
                 if ops.copies_ahead:
-                    ops.add_dq_of(tile, i - 1)  # while ``mma_v`` takes exponentials
                     ops.copy_step(tile, i + 1)
                     ops.commit()
+                    ops.add_dq_of(tile, i - 1)  # while ``mma_v`` takes exponentials
                 dp = ops.dp(i)  # dP^T = V dO^T
                 ops.wait_p()
                 ds = ops.ds(i, dp)  # dS = P (dP - D)
