@@ -374,11 +374,15 @@ def backward_section(problem: AttentionProblem, config, workers: int) -> int:
         return workers
     grid = kv_grid_of(problem, config.tile_n)
     workers = workers_of(workers, config.team)
+    blocks = config.blocks(
+        USUAL_WINDOW if config.left else None, USUAL_WINDOW if config.right else None
+    )
+    if blocks.group:  # a wave is a group of tiles of each head
+        return min(grid.head_count, max(1, workers // blocks.group))
     least = min(grid.head_count, max(1, ceil_div(workers, grid.n_blocks), config.least_heads))
     shared_out = config.counts_workers and not config.handed_out  # tiles are, before the launch
     if not (problem.causal and shared_out) or grid.total > MODELLED_TILES:
         return least
-    blocks = config.blocks(USUAL_WINDOW if config.left else None)
     lengths = problem.seqlen_q, problem.seqlen_k
     schedule = KvTileSchedule(blocks, grid, 1, 0, workers, *lengths)
     sizes = range(least, min(grid.head_count, least * 3 // 2) + 1)

@@ -39,6 +39,11 @@ def choose(condition, a, b):
     return cutlass.select_(condition, cutlass.Int32(a), cutlass.Int32(b))
 
 
+def floor_div(a, b: int):
+    """``a / b`` rounded down, for any sign of ``a``: a shift if ``b`` is a power of two."""
+    return a >> (b.bit_length() - 1) if b & (b - 1) == 0 else a // b
+
+
 def ceil_div(a, b):
     """``a / b`` rounded up, for ``a >= 0`` and ``b > 0``."""
     return (a + b - 1) // b
@@ -153,6 +158,8 @@ class QueryBlocks:
         causal: a query sees no key after its own position.
         left: keys before its own position that a query sees; None is no limit. A run-time value.
         right: keys after its own position that a query sees; None is no limit, or ``causal``. A run-time value.
+        group: tiles that come in order together: down in the first group, up in the next, and so on. Static; 0: all up.
+            Of causal calls without a left side only.
     """
 
     tile_m: int
@@ -160,6 +167,7 @@ class QueryBlocks:
     causal: bool
     left: object = None
     right: object = None
+    group: int = 0
 
     @property
     def begins_late(self) -> bool:
@@ -204,8 +212,27 @@ class QueryBlocks:
         end = imax(self.query_end(last_key, seqlen_q, seqlen_k), 0)
         return imax(ceil_div(end, self.tile_m) - first, 1)
 
+    def tile_at(self, position, seqlen_k):
+        """Tile of keys that comes at ``position``."""
+        if not self.group:
+            return position
+        begin, last, descends = self._group_of(position, seqlen_k)
+        return choose(descends, begin + last - position, position)
+
+    def _group_of(self, n_block, seqlen_k):
+        """(first tile, last tile, whether they come in descending order) of the group of a tile, or of a position."""
+        number = floor_div(n_block, self.group)
+        begin = number * self.group
+        last = imin(begin + self.group, ceil_div(seqlen_k, self.tile_n)) - 1
+        return begin, last, (number & 1) == 0
+
     def rank(self, n_block, block, seqlen_q, seqlen_k):
-        """How many tiles before ``n_block`` hold keys that a query of ``block`` may see; negative if it holds none itself."""
+        """How many tiles that come before ``n_block`` hold keys that a query of ``block`` may see; negative if it holds none."""
+        if self.group:
+            begin, last, descends = self._group_of(n_block, seqlen_k)
+            last_key = (block + 1) * self.tile_m - 1 + seqlen_k - seqlen_q
+            last_seen = imin(floor_div(last_key, self.tile_n), last)
+            return choose(descends, begin + last_seen - n_block, n_block)
         if not self.ends_early:
             return n_block
         first_key = block * self.tile_m + seqlen_k - seqlen_q - self.left

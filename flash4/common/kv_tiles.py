@@ -116,6 +116,10 @@ class KvSteps:
         rank = self.blocks.rank(tile.n_block, block, *self.lengths(tile))
         return choose(self.is_seen(tile), rank, -1)
 
+    def has_turn(self, tile, block):
+        """Whether the rank of a block that the tile visits is not negative; without windows all are asked, if any is."""
+        return self.rank_of(tile, block) >= 0 if self.blocks.ends_early else self.is_seen(tile)
+
     def phases(self, tile) -> tuple[Phase, ...]:
         """Steps with a mask, those without, and, with a window that limits the left side, again those with a mask.
 
@@ -136,7 +140,7 @@ class KvTileSchedule(KvSteps):
     """Order of the tiles: CTA ``start`` of ``step`` takes every ``step``-th.
 
     Heads are cut into sections of ``section`` heads; within a section the tiles of all its heads run from the longest
-    to the shortest, which under a causal mask is from the first keys to the last.
+    to the shortest, which under a causal mask is from the first keys to the last; or in groups by ``blocks.tile_at``.
 
     Attributes:
         blocks: visiting rule of query blocks; static.
@@ -174,8 +178,9 @@ class KvTileSchedule(KvSteps):
         within = index - section * tiles_per_section
         # At least one head, so that the index behind the last tile decodes too (to a place outside the tensors).
         heads = imax(imin(self.section, grid.head_count - section * self.section), 1)
-        n_block = within // heads
-        head = section * self.section + within - n_block * heads
+        position = within // heads
+        n_block = self.blocks.tile_at(position, self.seqlen_k)
+        head = section * self.section + within - position * heads
         batch = head // grid.heads_kv
         return KvTile(
             index=index,
@@ -190,7 +195,8 @@ class KvTileSchedule(KvSteps):
     def imbalance(self) -> float:
         """Host only: the busiest CTA's steps over the mean."""
         lengths = (self.seqlen_q, self.seqlen_k)
-        steps = np.array([self.blocks.count(n, *lengths) for n in range(self.grid.n_blocks)])
+        order = (self.blocks.tile_at(i, self.seqlen_k) for i in range(self.grid.n_blocks))
+        steps = np.array([self.blocks.count(n_block, *lengths) for n_block in order])
         index = np.arange(self.grid.total)
         section = index // (self.section * self.grid.n_blocks)
         within = index - section * self.section * self.grid.n_blocks

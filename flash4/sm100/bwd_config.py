@@ -1,6 +1,6 @@
 """Configuration of the Blackwell backward: every compile-time fact, and the graph that follows from it. DSL-free."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flash4.common.geometry import QueryBlocks
 from flash4.common.launch_facts import BackwardLaunch
@@ -26,6 +26,7 @@ CROWDED_REGISTERS = (144, 160, 48)  # the same of sequences
 PAIR_REGISTERS = (136, 136, 104)
 NARROW_REGISTERS = (96, 184, 48)  # windows, slopes and caps, where a lane of dQ has 64 columns
 TURN_HEADS = 32  # of a section at least: more would read too much anew from memory
+TURN_GROUP = 4  # tiles of a head at the same time
 SMEM_CYCLES = 128  # bytes that an SM's shared memory moves per cycle
 MMA_FLOPS = 8192  # dense 16-bit tensor operations of an SM per cycle
 EXPONENTIALS = 16  # of an SM per cycle
@@ -149,6 +150,16 @@ class BackwardConfig(ModFacts, BackwardLaunch):
     def least_heads(self) -> int:
         """See ``BackwardLaunch``; where tiles of a head wait for one another at the diagonal, few of them at the same time."""
         return TURN_HEADS if self.causal and self.ordered else super().least_heads
+
+    def blocks(self, left=None, right=None) -> QueryBlocks:
+        """See ``BackwardLaunch``; where tiles of a head wait for one another at the diagonal, every other group of them descends.
+
+        A group is a wave. Tiles of an ascending one begin a step one after the other, and end together, since each is a
+        step shorter than the last; those of a descending one begin together, and end one after the other.
+        """
+        visits = super().blocks(left, right)
+        grouped = self.causal and self.ordered and not (self.left or self.varlen)
+        return replace(visits, group=TURN_GROUP) if grouped else visits
 
     @property
     def order_of_sums(self) -> dict[str, int]:

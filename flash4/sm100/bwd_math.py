@@ -610,10 +610,10 @@ class ReduceOps:
         """Wait until the addition is done, and let the next tile go."""
         if cutlass.const_expr(self.config.ordered):
             if self.warp == 0:
-                turn, rank = self._turn(place), self.tiles.rank_of(tile, place.block)
+                turn, counted = self._turn(place), self.tiles.has_turn(tile, place.block)
                 cute.arch.cp_async_bulk_wait_group(0)
                 cute.arch.fence_proxy("async.global")
-                counts = choose(rank >= 0, Int32(1), Int32(0))  # others have no turn
+                counts = choose(counted, Int32(1), Int32(0))  # others have no turn
                 with cute.arch.elect_one():
                     cute.arch.red(turn, counts, op="add", dtype="s32", sem="release", scope="gpu")
 

@@ -9,6 +9,7 @@ from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import warp
 
 from flash4.common.dsl import inline_ptx
+from flash4.common.geometry import floor_div
 from flash4.sm80.products import element
 from flash4.sm80.shared_rows import CHUNK, CHUNK_BYTES, SharedRows
 
@@ -51,7 +52,7 @@ class RowCopy:
     @staticmethod
     def of(rows: SharedRows, threads: int, thread, columns):
         """That of a thread of ``threads``; ``columns`` are there at run time, the rest becomes zero."""
-        row, chunk = thread // rows.chunks, thread % rows.chunks
+        row, chunk = floor_div(thread, rows.chunks), thread & (rows.chunks - 1)
         # Columns are padded by less than a band: only of the last one there may be a part.
         last = (rows.bands - 1) * rows.band + chunk * CHUNK
         last_bytes = cutlass.select_(last < columns, Int32(CHUNK_BYTES), Int32(0))

@@ -116,7 +116,7 @@ class ForwardOps:
     v_row: Int32
     tOrO: cute.Tensor  # (4, tile_dv / 8, atoms)
     state: RowState
-    first: cute.Tensor  # (2,) Int64, where this thread's chunks of the first row of K and of V are
+    first: cute.Tensor  # (2,) Int64, where the first row of K and of V is
     thread: Int32
     warp: Int32
 
@@ -139,11 +139,9 @@ class ForwardOps:
         self.tOrO.fill(0.0)
         self.state.shift_log2.fill(-Float32.inf)
         self.state.total.fill(0.0)
-        c, place = self.config, self.tiles.place(tile)
-        for at, (x, rows) in enumerate(((self.k, c.rows_k), (self.v, c.rows_v))):
-            copy = RowCopy.of(rows, c.threads, self.thread, x.shape[3])
-            row = x[place.batch_k, place.row_k + copy.row, place.head_kv, None]
-            self.first[at] = row.iterator.toint() + Int64(copy.chunk * CHUNK_BYTES)
+        place = self.tiles.place(tile)
+        for at, x in enumerate((self.k, self.v)):
+            self.first[at] = x[place.batch_k, place.row_k, place.head_kv, None].iterator.toint()
 
     # Copies.
 
@@ -191,7 +189,9 @@ class ForwardOps:
         for at, (x, rows, base) in enumerate(operands):
             copy = RowCopy.of(rows, c.threads, self.thread, x.shape[3])
             stride = Int64(x.stride[1]) * ELEMENT_BYTES
+            # Of two parts, of which all threads have the first: addresses of its own would cost a thread too many registers.
             address = self.first[at] + Int64(first_row) * stride
+            address = address + Int64(copy.row) * stride + Int64(copy.chunk * CHUNK_BYTES)
             copy.copy(base + i % c.stages * rows.nbytes, address, stride, count)
 
     def commit(self):

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flash4.common.geometry import ceil_div
 from flash4.interface import options_of
 from flash4.problem import AttentionProblem
 from flash4.sim.calls import batched
@@ -211,8 +212,13 @@ def same_order(problem, seed: int):
     for bits, orders in runs:
         assert orders == runs[0][1]
         assert all(np.array_equal(a, b) for a, b in zip(bits, runs[0][0], strict=True))
+    blocks, seqlen_k = (
+        config.blocks(*[0 if side else None for side in (config.left, config.right)]),
+        arrays[1].shape[-3],
+    )
+    positions = {blocks.tile_at(i, seqlen_k): i for i in range(ceil_div(seqlen_k, config.tile_n))}
     for order in runs[0][1].values():
-        numbers = [int(x) for x in order]
+        numbers = [positions[int(x)] for x in order]
         assert numbers == sorted(set(numbers)), "tiles add in the order of their numbers"
     return config
 
@@ -227,6 +233,7 @@ ORDERED = {
     "a window": dict(seqlen_q=400, seqlen_k=350, window_size=(40, 10)),
     "nobody sees the first queries": dict(seqlen_q=300, seqlen_k=140, causal=True),
     "few queries": dict(seqlen_q=100, seqlen_k=600, causal=True),
+    "groups of tiles": dict(seqlen_q=1100, seqlen_k=1200, causal=True),
     "empty sequences": dict(
         lengths_q=(130, 0, 300, 9), lengths_k=(200, 100, 260, 0), around=(3, 5), causal=True
     ),

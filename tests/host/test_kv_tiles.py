@@ -1,6 +1,7 @@
 """Tiles of the backward: every pair of query and key once, masks where they must be, every tile once."""
 
 from collections import Counter
+from functools import partial
 from itertools import product
 
 import pytest
@@ -116,14 +117,17 @@ def test_every_step_once(causal, left, heads_kv, batch, ratio, section, ctas):
     assert tiles.imbalance() == pytest.approx(max(loads) * ctas / sum(loads))
 
 
+GROUPS = st.integers(0, 4).map(lambda group: QueryBlocks(5, 8, True, group=group))
+
+
 @given(
-    st.booleans(), LIMITS, LIMITS, st.integers(1, 60), st.integers(1, 60), st.integers(1, 4),
+    st.builds(partial(QueryBlocks, 5, 8), st.just(False), LIMITS, LIMITS)
+    | st.builds(partial(QueryBlocks, 5, 8), st.just(True), LIMITS)
+    | GROUPS,
+    st.integers(1, 100), st.integers(1, 100), st.integers(1, 4),
 )  # fmt: skip
-def test_turns_count_up_and_wait_for_tiles_that_have_begun(
-    causal, left, right, seqlen_q, seqlen_k, section
-):
+def test_turns_count_up_and_wait_for_tiles_that_have_begun(blocks, seqlen_q, seqlen_k, section):
     """Tiles that a block's queries see have the turns 0, 1, 2, ..., each after those with lower indices."""
-    blocks = QueryBlocks(5, 8, causal, left, None if causal else right)
     grid = KvGrid(ceil_div(seqlen_k, 8), 2, 2, 2)
     tiles = KvTileSchedule(blocks, grid, section, 0, 1, seqlen_q, seqlen_k)
     turns = {}
@@ -139,6 +143,24 @@ def test_turns_count_up_and_wait_for_tiles_that_have_begun(
             if rank >= 0:
                 turns.setdefault((tile.batch, head, block), []).append(rank)
     assert all(ranks == list(range(len(ranks))) for ranks in turns.values())
+
+
+@given(GROUPS, st.integers(1, 300), st.integers(1, 3))
+def test_groups_of_tiles_descend_and_ascend(blocks, seqlen_k, section):
+    """Each tile of each head once; of a section group after group."""
+    grid = KvGrid(ceil_div(seqlen_k, 8), 3, 2, 1)
+    tiles = KvTileSchedule(blocks, grid, section, 0, 1, 40, seqlen_k)
+    of_head = {}
+    for index in range(grid.total):
+        tile = tiles.at(index)
+        of_head.setdefault((tile.batch, tile.head_kv), []).append(tile.n_block)
+    size = blocks.group or grid.n_blocks
+    for order in of_head.values():
+        for number, begin in enumerate(range(0, grid.n_blocks, size)):
+            down = bool(blocks.group) and number % 2 == 0
+            group = range(begin, min(begin + size, grid.n_blocks))
+            assert order[begin : begin + size] == sorted(group, reverse=down)
+    assert len(of_head) == grid.head_count
 
 
 def test_long_tiles_come_first_within_a_section():
