@@ -19,7 +19,7 @@ from flash4.sim.machine import Machine
 from flash4.sim.memory import Region, Space
 from flash4.sim.sm80_fwd import SMEM_LIMIT, CopiedRows
 from flash4.sim.sm90_fwd import matmul, round_to_16_bit
-from flash4.sm80.bwd_config import BackwardConfig
+from flash4.sm80.bwd_config import WHOLE, BackwardConfig
 from flash4.sm80.bwd_roles import BackwardRoles
 from flash4.sm80.bwd_two_roles import TwoBackwardRoles
 from flash4.sm80.fwd_config import ATOM_ROWS, ELEMENT_BYTES
@@ -58,6 +58,24 @@ class Call:
     memory: Space
 
 
+@dataclass(frozen=True)
+class Strips:
+    """A warp's keys by queries of P or dS: runs of queries are apart, as they are in the kernel."""
+
+    regions: list[Region]
+
+    def write(self, x: np.ndarray, run=WHOLE):
+        """Replace all of it, or the queries of a run."""
+        within = run.of(len(self.regions))
+        for number, part in zip(within, np.split(x, len(within), axis=1), strict=True):
+            self.regions[number].write(part)
+
+    def read(self, run=WHOLE) -> np.ndarray:
+        """All of it, or the queries of a run."""
+        within = run.of(len(self.regions))
+        return np.concatenate([self.regions[number].read() for number in within], axis=1)
+
+
 class WarpOps:
     """Verbs of ``differentiate``, for one warp."""
 
@@ -70,8 +88,7 @@ class WarpOps:
         self._mine = number  # which of the parts of P, dS, dK and dV
         self._column_part = number if c.two_roles and not c.keeps_p else part
         self._keys = range(first, first + rows)
-        columns = c.tile_m // c.splits
-        self._columns = slice(part * columns, (part + 1) * columns)
+        self._queries = np.split(np.arange(c.tile_m), c.splits)[part]
         self.copies_ahead, self.keeps_p = c.stages > 1, c.keeps_p
 
     def phases(self, tile):
@@ -131,14 +148,19 @@ class WarpOps:
         """Meet all warps of the CTA."""
         self._barrier.sync()
 
-    def s(self, i):
+    def _columns(self, run):
+        """Queries of a run of this warp's."""
+        own = run.of(len(self._queries))
+        return self._queries[own.start : own.stop]
+
+    def s(self, i, run=WHOLE):
         """S^T = K Q^T."""
-        q = self._memory["q"][i % self._config.stages].read()[self._columns]
+        q = self._memory["q"][i % self._config.stages].read()[self._columns(run)]
         return matmul(self._memory["k"].read(self._keys), q.T)
 
-    def dp(self, i):
+    def dp(self, i, run=WHOLE):
         """dP^T = V dO^T."""
-        do = self._memory["do"][i % self._config.stages].read()[self._columns]
+        do = self._memory["do"][i % self._config.stages].read()[self._columns(run)]
         return matmul(self._memory["v"].read(self._keys), do.T)
 
     def softmax(self, tile, i, s, dp, phase):
@@ -147,15 +169,15 @@ class WarpOps:
         ds = p * (dp - self._statistic("delta", i)) * slope
         return tuple(round_to_16_bit(x, self._config.bf16) for x in (p, ds))
 
-    def _statistic(self, name, i):
-        return self._memory[name][i % self._config.stages].read()[self._columns]
+    def _statistic(self, name, i, run=WHOLE):
+        return self._memory[name][i % self._config.stages].read()[self._columns(run)]
 
-    def _probabilities(self, tile, i, s, phase):
+    def _probabilities(self, tile, i, s, phase, run=WHOLE):
         """P^T, and the slope of the cap."""
         call, c = self._call, self._config
         tiles, options, lengths = call.tiles, call.options, call.tiles.lengths(tile)
         block, head = tiles.place(tile, i)
-        queries = block * c.tile_m + np.arange(c.tile_m)[self._columns]
+        queries = block * c.tile_m + self._columns(run)
         keys = tile.n_block * c.tile_n + np.array(self._keys)[:, None]
         scale, slope = np.float32(options.softmax_scale), 1
         if c.softcap:
@@ -163,7 +185,7 @@ class WarpOps:
             rest = 1 / (np.exp(2 * np.abs(within)) + 1)
             scale, slope = np.float32(options.softcap), 4 * rest * (1 - rest)
             s = np.tanh(within)
-        s = s * (scale * np.float32(LOG2E)) - self._statistic("lse", i)
+        s = s * (scale * np.float32(LOG2E)) - self._statistic("lse", i, run)
         if c.alibi:
             bias = options.alibi_slopes[tiles.where(tile).batch, head] * np.float32(LOG2E)
             s = s - bias * np.abs(queries + lengths[1] - lengths[0] - keys).astype(np.float32)
@@ -195,17 +217,17 @@ class WarpOps:
         groups = range(0, c.role_warps, c.key_warps)
         return np.concatenate([np.concatenate(parts[g : g + c.key_warps]) for g in groups], axis=1)
 
-    def dv(self, i, p):
+    def dv(self, i, p, run=WHOLE):
         """dV += P^T dO."""
-        self._accumulate(self._dv, self._of_keys("p", p, i), "do", i)
+        self._accumulate(self._dv, self._of_keys("p", p, i), "do", i, run)
 
-    def dk(self, i, ds):
+    def dk(self, i, ds, run=WHOLE):
         """dK += dS^T Q."""
-        self._accumulate(self._dk, self._of_keys("ds", ds, i), "q", i)
+        self._accumulate(self._dk, self._of_keys("ds", ds, i), "q", i, run)
 
-    def _accumulate(self, acc, a, name, i):
-        width = acc.shape[1]
-        rows = self._memory[name][i % self._config.stages].read()
+    def _accumulate(self, acc, a, name, i, run):
+        width, over = acc.shape[1], run.of(self._config.tile_m)
+        rows = self._memory[name][i % self._config.stages].read()[over.start : over.stop]
         acc += matmul(a, rows[:, self._column_part * width : (self._column_part + 1) * width])
 
     def dq(self, i=0):
@@ -303,25 +325,30 @@ class TwoRolesOps(WarpOps):
         """Meet the warps of this role."""
         self._meeting.sync()
 
-    def probabilities(self, tile, i, s, phase):
-        """P^T, in 16 bit."""
-        return round_to_16_bit(self._probabilities(tile, i, s, phase)[0], self._config.bf16)
+    def runs(self, phase=None):
+        """Runs of queries in which this role takes a step."""
+        return self._config.runs(self._role, phase is not None and phase.masked)
 
-    def ds(self, i, dp):
+    def probabilities(self, tile, i, s, phase, run):
+        """P^T, in 16 bit."""
+        p, _ = self._probabilities(tile, i, s, phase, run)
+        return round_to_16_bit(p, self._config.bf16)
+
+    def ds(self, i, dp, run):
         """dS^T, in 16 bit, of P in shared memory."""
-        p = self._memory["p"][self._p_slot(i)][self._mine].read()
-        return round_to_16_bit(p * (dp - self._statistic("delta", i)), self._config.bf16)
+        p = self._memory["p"][self._p_slot(i)][self._mine].read(run)
+        return round_to_16_bit(p * (dp - self._statistic("delta", i, run)), self._config.bf16)
 
     def _p_slot(self, i):
         return i % self._config.ds_slots if self._config.hands_over else 0
 
-    def put_p(self, i, p):
+    def put_p(self, i, p, run):
         """P^T into shared memory."""
-        self._memory["p"][self._p_slot(i)][self._mine].write(p)
+        self._memory["p"][self._p_slot(i)][self._mine].write(p, run)
 
-    def put_ds(self, i, ds):
+    def put_ds(self, i, ds, run):
         """dS^T into shared memory."""
-        self._memory["ds"][i % self._config.ds_slots][self._mine].write(ds)
+        self._memory["ds"][i % self._config.ds_slots][self._mine].write(ds, run)
 
     def _of_keys(self, name, mine, i):
         if self.keeps_p:
@@ -427,7 +454,7 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str):
     for name, count in slots.items():
         nbytes = c.rows(name).nbytes
         memory[name] = [
-            _parts(space, f"{prefix}{name}[{s}]", bases[name] + s * nbytes, c, scores)
+            _strips(_parts(space, f"{prefix}{name}[{s}]", bases[name] + s * nbytes, c, scores), c)
             for s in range(count)
         ]
     for name, width in (("dk", c.tile_d), ("dv", c.tile_dv)):
@@ -458,4 +485,15 @@ def _parts(space, name, base, c, shape):
     for warp in range(c.role_warps):
         at = base + (warp % strips * (c.role_warps // strips) + warp // strips) * nbytes
         found.append(Region(space, f"{name} of warp {warp}", at, at + nbytes, shape))
+    return found
+
+
+def _strips(parts: list[Region], c: BackwardConfig) -> list[Strips]:
+    """The same of P or dS, cut into as many runs as any step has."""
+    count, found = c.most_runs, []
+    for part in parts:
+        size, (rows, columns) = (part.hi - part.lo) // count, part.shape
+        cuts = range(part.lo, part.hi, size)
+        shape = (rows, columns // count)
+        found.append(Strips([Region(part.space, part.name, at, at + size, shape) for at in cuts]))
     return found

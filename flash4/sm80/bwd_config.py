@@ -19,14 +19,44 @@ from flash4.sm80.shared_rows import SharedRows
 FLOAT_BYTES = 4
 DIM_PAIR = 16  # columns of what ldmatrix reads at once
 JOINT_DIM = 128  # up to this head dim a warp's registers hold both dK and dV of 16 keys, or one of them of 32
+NARROW_DIM = 32  # up to this head dim one role reads about as little shared memory as two
+CROWD = 2  # features that hold registers around a loop, from which on a config gets more of them
 FEW_TILES = 64  # of 128 keys: half of the multiprocessors of cards that hold them; half as wide ones are quicker
 MAX_HANDED = 64  # queries of one band, where what a warp has of P lies together
+LOOP_REGISTERS = 60  # that a step of two roles takes beside its sum and scores
+MASK_REGISTERS = 12  # that a mask takes beside them, or the slope of a bias
 
 # Features of a call whose gradients are not built: field of the problem -> what to ask for instead.
 UNBUILT = {
     "score_mod": "leave score_mod at None",
     "mask_mod": "leave mask_mod at None",
 }
+
+
+@dataclass(frozen=True)
+class Run:
+    """One of ``count`` equal runs of a warp's queries of S or dP: all is done with one before the next begins."""
+
+    number: int
+    count: int
+
+    @property
+    def first(self) -> bool:
+        """Whether it is the first one."""
+        return self.number == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether it is the last one."""
+        return self.number == self.count - 1
+
+    def of(self, size: int) -> range:
+        """Its part of a size."""
+        each = size // self.count
+        return range(self.number * each, (self.number + 1) * each)
+
+
+WHOLE = Run(0, 1)
 
 
 @dataclass(frozen=True)
@@ -149,6 +179,32 @@ class BackwardConfig(BackwardLaunch):
     def hands_over(self) -> bool:
         """P goes from each warp of one role to one of the other, through the place that dS then takes."""
         return self.two_roles and self.keeps_p
+
+    def runs(self, role: int, masked: bool) -> tuple[Run, ...]:
+        """Runs of queries in which one of two roles takes a step: as few as leave it registers.
+
+        The rows of one operand are read for each of them. A lane has, of 32 keys, a column of its sum or of scores to a register.
+        """
+        if not self.hands_over:
+            return (WHOLE,)
+        needed = (self.tile_dv, self.tile_d)[role] + LOOP_REGISTERS
+        if role == 0 and (masked or self.alibi):
+            needed += MASK_REGISTERS
+        counts = (1, 2, self.tile_m // DIM_PAIR)
+        room = [n for n in counts if needed + self.tile_m // n <= self.registers]
+        count = room[0] if room else counts[-1]
+        return tuple(Run(number, count) for number in range(count))
+
+    @property
+    def crowded(self) -> bool:
+        """Whether features hold so many registers around a loop that a thread gets more of them, or less to do."""
+        held = (self.left, self.right, self.softcap, self.alibi, self.ordered, self.varlen)
+        return sum(held) >= CROWD
+
+    @property
+    def most_runs(self) -> int:
+        """Runs of the step that has most."""
+        return max(len(self.runs(role, masked)) for role in (0, 1) for masked in (False, True))
 
     @property
     def ds_slots(self) -> int:
@@ -293,7 +349,7 @@ class BackwardCard:
             f"{whose}Ampere instructions serve it",
             f"{config.tile_n} keys by {config.tile_m} queries, {config.stages} slots: {config.smem_bytes} bytes of "
             f"shared memory, of {self.sm_smem_bytes}",
-            *((_why_roles(config, lack),) if max(dims) > JOINT_DIM // 2 else ()),
+            _why_roles(config, lack),
         )
 
 
@@ -304,10 +360,13 @@ HOPPER = BackwardCard(227 << 10, 228 << 10)  # which has its own, but may try th
 
 
 def two_roles_lack(config: BackwardConfig, problem) -> str | None:
-    """Why two roles do not share a problem's work, or None if they can; head dims above 64."""
+    """Why two roles do not share a problem's work, or None if they can."""
     if config.softcap or config.ordered:
         return "a cap" if config.softcap else "a fixed order of sums"
-    if max(config.tile_d, config.tile_dv) <= JOINT_DIM:
+    wide = max(config.tile_d, config.tile_dv)
+    if wide <= NARROW_DIM:
+        return f"head dims up to {NARROW_DIM}"
+    if wide <= JOINT_DIM:
         tiles = kv_grid_of(problem, replace(config, **OWN_KEYS).tile_n).total
         return f"{tiles} tiles of keys of theirs" if tiles <= FEW_TILES else None
     share = 4 * DIM_PAIR
@@ -334,11 +393,12 @@ OWN_KEYS = TWO_ROLES | {"key_warps": 4}
 def tiles_for(config: BackwardConfig, two_roles: bool) -> list[dict]:
     """Fields that shape a tile, the fastest first; what a card cannot hold is passed over. Measured: bench/NOTES.md."""
     wide, found = max(config.tile_d, config.tile_dv), []
+    if wide <= JOINT_DIM and two_roles:
+        found = [OWN_KEYS]
     if wide <= JOINT_DIM // 2:
-        tiles = [(64, 4, 4, 2, 3), (64, 4, 4, 2, 2), (64, 4, 4, 2, 1)]
+        tiles = [(64, 4, 4, 2, 3), (64, 4, 4, 2, 2), (64, 4, 4, 2, 1)][config.crowded :]
     elif wide <= JOINT_DIM:
         tiles = [(64, 4, 4, 2, 2), (64, 8, 8, 2, 1), (32, 4, 4, 2, 1)]
-        found = [OWN_KEYS] if two_roles else []
     else:  # a step's copies ahead pay only where a mask makes steps of different lengths
         tiles = [(64, 8, 4, 2, 1), (64, 8, 4, 1, 1)][:: 1 if config.causal else -1]
         tiles += [(32, 8, 4, 2, 1), (32, 4, 2, 2, 1), (32, 4, 2, 1, 1)]
@@ -347,3 +407,4 @@ def tiles_for(config: BackwardConfig, two_roles: bool) -> list[dict]:
     names = ("tile_m", "warps", "key_warps", "stages", "ctas_per_sm")
     found += [dict(zip(names, tile, strict=True)) for tile in tiles]
     return [tile for tile in found if query_warps(tile["tile_m"], config.tile_d, tile["warps"])]
+

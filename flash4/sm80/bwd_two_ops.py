@@ -71,11 +71,19 @@ class TwoRolesOps(BackwardOps):
 
     # P and dS.
 
-    def probabilities(self, tile, i, s, phase):
+    def runs(self, phase=None):
+        """Runs of queries in which this role takes a step; of the role with P those of a phase."""
+        return self.config.runs(self.role, phase is not None and phase.masked)
+
+    def _first_column(self, run, lane):
+        """First of this thread's columns of a run of S or dP."""
+        own = self.config.tile_m // self.config.splits
+        return 2 * (lane % 4) + self.part * own + run.of(own)[0]
+
+    def probabilities(self, tile, i, s, phase, run):
         """P^T = exp2(scale_log2 S^T - LSE), in 16 bit; hidden pairs give 0."""
         c, S, lane = self.config, rows_of(s), self.lane
-        slot, first = i % c.stages * c.statistics_bytes, 2 * (lane % 4)
-        first = first + self.part * (c.tile_m // c.splits)
+        slot, first = i % c.stages * c.statistics_bytes, self._first_column(run, lane)
         place = self._place(tile, i, first, lane) if phase.masked or c.alibi else None
         for pair in range(cute.size(S, mode=[1]) // 2):
             lse = load_pair(self.shared.lse + slot + (8 * pair + first) * FLOAT_BYTES)
@@ -85,14 +93,13 @@ class TwoRolesOps(BackwardOps):
                     S[r, j], _ = self._probability(S[r, j], lse[e], (place, r, j), phase.masked)
         return self._rounded(s)
 
-    def ds(self, i, dp):
+    def ds(self, i, dp, run):
         """dS^T = P^T (dP^T - D), in 16 bit, of P in shared memory."""
         c, lane, rows = self.config, self.lane, self.config.rows("p")
-        slot, first = i % c.stages * c.statistics_bytes, 2 * (lane % 4)
-        first = first + self.part * (c.tile_m // c.splits)
+        slot, first = i % c.stages * c.statistics_bytes, self._first_column(run, lane)
         _, groups, atoms = dp.shape
         if c.hands_over:
-            pairs = [self._handed(i, number) for number in range(groups // 2)]
+            pairs = self._handed(i, run)
         else:
             at = self.shared.p + rows.of_lane(lane, by_columns=False)
             at = at + self.first_row * rows.row_bytes
@@ -102,7 +109,7 @@ class TwoRolesOps(BackwardOps):
                 load_pair(self.shared.delta + slot + (8 * group + first) * FLOAT_BYTES)
                 for group in (2 * number, 2 * number + 1)
             ]
-            found = self._taken(at_pair) if c.hands_over else self._atoms(rows, at_pair, atoms)
+            found = self._atoms(rows, at_pair, atoms) if not c.hands_over else map(self._taken, at_pair)
             for m, p in enumerate(found):
                 for k in range(8):  # of an atom's two groups: (2 columns, 2 rows, 2 groups)
                     place = (k % 4, 2 * number + k // 4, m)
@@ -116,29 +123,32 @@ class TwoRolesOps(BackwardOps):
         rounded.store(x.load().to(element(self.config)))
         return rounded
 
-    def put_p(self, i, p):
+    def put_p(self, i, p, run):
         """P^T into shared memory."""
         if not self.config.hands_over:
-            self._put(p, "p", self.shared.p)
+            self._put(p, "p", self.shared.p, run)
             return
-        for number, m in product(range(p.shape[1] // 2), range(p.shape[2])):
+        for (number, places), m in product(enumerate(self._handed(i, run)), range(p.shape[2])):
             source = p.iterator + (CHUNK * number + m * 4 * p.shape[1])
             numbers = cute.make_tensor(source, cute.make_layout(CHUNK))
-            cute.autovec_copy(numbers, self._chunk(self._handed(i, number, m)))
+            cute.autovec_copy(numbers, self._chunk(places[m]))
 
     def _taken(self, at):
-        """Numbers of P of two groups of columns, of each atom, as a lane of ``mma_v`` has put them for this one."""
-        found = []
-        for m in range(self.config.key_atoms):
-            found.append(cute.make_rmem_tensor(CHUNK, element(self.config)))
-            cute.autovec_copy(self._chunk(at + m * (WARP * CHUNK_BYTES)), found[-1])
-        return found
+        """Numbers of P of two groups of columns of an atom, as a lane of ``mma_v`` has put them for this one."""
+        taken = cute.make_rmem_tensor(CHUNK, element(self.config))
+        cute.autovec_copy(self._chunk(at), taken)
+        return taken
 
-    def _handed(self, i, number, m=0):
-        """Where this lane's numbers of P are, of groups ``2 number`` and the next and atom ``m``: within its warp's rows of dS."""
-        first = (number * self.config.key_atoms + m) * WARP
-        at = self._ds(i) + self.first_row * self.config.rows("ds").row_bytes
-        return at + (self.lane + first) * CHUNK_BYTES
+    def _handed(self, i, run):
+        """Where this lane's numbers of P are: for every two groups of columns those of each atom.
+
+        Each lane has a row of its warp's dS; of two groups two atoms lie where two groups of dS do, so that runs are apart.
+        """
+        rows, atoms = self.config.rows("ds"), self.config.key_atoms
+        at = self._ds(i) + self.first_row * rows.row_bytes + rows.at(self.lane, 0)
+        chunks = run.of(self.config.tile_m // CHUNK)
+        places = rows.run_of_chunks(at, chunks[0], len(chunks))
+        return [places[n : n + atoms] for n in range(0, len(places), atoms)]
 
     def _chunk(self, at):
         """View of 16 bytes of shared memory."""
@@ -146,12 +156,13 @@ class TwoRolesOps(BackwardOps):
         pointer = cute.make_ptr(dtype, at, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES)
         return cute.make_tensor(pointer, cute.make_layout(CHUNK))
 
-    def put_ds(self, i, ds):
+    def put_ds(self, i, ds, run):
         """dS^T into shared memory."""
-        self._put(ds, "ds", self._ds(i))
+        self._put(ds, "ds", self._ds(i), run)
 
-    def _put(self, x, name, base):
-        first_group = self.part * (self.config.tile_m // self.config.splits // 8)
+    def _put(self, x, name, base, run):
+        own = self.config.tile_m // self.config.splits // 8
+        first_group = self.part * own + run.of(own)[0]
         put_rows(x, base, self.config.rows(name), self.first_row, self.lane, first_group)
 
     @cute.jit

@@ -24,13 +24,15 @@ class TwoBackwardRoles:
             for phase in ops.phases(tile):  # masked steps, then the others: unrolled
                 for i in range(phase.begin, phase.end):
                     ops.sync()  # Q and dO of step i have landed; all are through with the step before
-                    s = ops.s(i)  # S^T = K Q^T
-                    p = ops.probabilities(tile, i, s, phase)  # P = exp(S - LSE)
-                    ops.put_p(i, p)
-                    ops.post_p()
-                    if not ops.keeps_p:
-                        ops.meet_role()  # P of all keys is there
-                    ops.dv(i, p)  # dV += P^T dO
+                    for run in ops.runs(phase):  # of queries: unrolled
+                        s = ops.s(i, run)  # S^T = K Q^T
+                        p = ops.probabilities(tile, i, s, phase, run)  # P = exp(S - LSE)
+                        ops.put_p(i, p, run)
+                        if run.last:
+                            ops.post_p()
+                        if not ops.keeps_p:
+                            ops.meet_role()  # P of all keys is there
+                        ops.dv(i, p, run)  # dV += P^T dO
                     if ops.copies_ahead:
                         ops.add_dq_of(tile, i - 1)  # dQ = dS K; dS is there since the step began
                     else:
@@ -58,13 +60,15 @@ class TwoBackwardRoles:
                     ops.copy_step(tile, i + 1)
                     ops.commit()
                     ops.add_dq_of(tile, i - 1)  # while ``mma_v`` takes exponentials
-                dp = ops.dp(i)  # dP^T = V dO^T
-                ops.wait_p()
-                ds = ops.ds(i, dp)  # dS = P (dP - D)
-                ops.put_ds(i, ds)
-                if not ops.keeps_p:
-                    ops.meet_role()  # dS of all keys is there
-                ops.dk(i, ds)  # dK += dS^T Q
+                for run in ops.runs():
+                    dp = ops.dp(i, run)  # dP^T = V dO^T
+                    if run.first:
+                        ops.wait_p()
+                    ds = ops.ds(i, dp, run)  # dS = P (dP - D)
+                    ops.put_ds(i, ds, run)
+                    if not ops.keeps_p:
+                        ops.meet_role()  # dS of all keys is there
+                    ops.dk(i, ds, run)  # dK += dS^T Q
                 if not ops.copies_ahead:
                     ops.sync()
                     ops.copy_step(tile, i + 1)
