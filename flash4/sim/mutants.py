@@ -281,6 +281,7 @@ SM80_TWO_ROLES_PROBLEMS = (
     ),
     BackwardProblem(BackwardConfigSm80(True, 64, 32, 64, True, **_OWN_KEYS), 200, 150),
     BackwardProblem(BackwardConfigSm80(True, 32, 32, 64, False, **_OWN_KEYS, stages=1), 200, 64, 2),
+    BackwardProblem(BackwardConfigSm80(True, 192, 128, 64, True, **_OWN_KEYS, stages=1), 100, 128),
 )
 
 JOINT_BACKWARD_PROBLEMS = (

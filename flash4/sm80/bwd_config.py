@@ -20,11 +20,12 @@ FLOAT_BYTES = 4
 DIM_PAIR = 16  # columns of what ldmatrix reads at once
 JOINT_DIM = 128  # up to this head dim a warp's registers hold both dK and dV of 16 keys, or one of them of 32
 NARROW_DIM = 32  # up to this head dim one role reads about as little shared memory as two
-CROWD = 2  # features that hold registers around a loop, from which on a config gets more of them
+# Features of a call that hold registers around a loop in one role, from which on it has more of them: to head dim 64, and above.
+CROWD, WIDE_CROWD = 2, 4
 FEW_TILES = 64  # of 128 keys: half of the multiprocessors of cards that hold them; half as wide ones are quicker
 MAX_HANDED = 64  # queries of one band, where what a warp has of P lies together
 LOOP_REGISTERS = 60  # that a step of two roles takes beside its sum and scores
-MASK_REGISTERS = 12  # that a mask takes beside them, or the slope of a bias
+MASK_REGISTERS = 24  # that a mask takes beside them, and a bias as many
 
 # Features of a call whose gradients are not built: field of the problem -> what to ask for instead.
 UNBUILT = {
@@ -188,8 +189,8 @@ class BackwardConfig(BackwardLaunch):
         if not self.hands_over:
             return (WHOLE,)
         needed = (self.tile_dv, self.tile_d)[role] + LOOP_REGISTERS
-        if role == 0 and (masked or self.alibi):
-            needed += MASK_REGISTERS
+        if role == 0:
+            needed += MASK_REGISTERS * (masked + self.alibi)
         counts = (1, 2, self.tile_m // DIM_PAIR)
         room = [n for n in counts if needed + self.tile_m // n <= self.registers]
         count = room[0] if room else counts[-1]
@@ -198,8 +199,20 @@ class BackwardConfig(BackwardLaunch):
     @property
     def crowded(self) -> bool:
         """Whether features hold so many registers around a loop that a thread gets more of them, or less to do."""
-        held = (self.left, self.right, self.softcap, self.alibi, self.ordered, self.varlen)
-        return sum(held) >= CROWD
+        masks = (self.causal, self.left, self.right)
+        held = sum((*masks, CROWD * self.softcap, self.alibi, self.ordered, self.varlen))
+        return held >= (CROWD if max(self.tile_d, self.tile_dv) <= JOINT_DIM // 2 else WIDE_CROWD)
+
+    def asks_for_lanes(self, role: int = 0) -> bool:
+        """Whether verbs ask for the number of their lane anew: what follows from it would stay in registers around the loop.
+
+        A step has more instructions so. Three CTAs that share a multiprocessor cannot do without, nor can P of float16 at head
+        dim 128, nor wider sums.
+        """
+        if not self.hands_over:
+            return self.ctas_per_sm > 2
+        size = (self.tile_dv, self.tile_d)[role]
+        return size > JOINT_DIM or role == 0 and size == JOINT_DIM and not self.bf16
 
     @property
     def most_runs(self) -> int:
@@ -396,9 +409,13 @@ def tiles_for(config: BackwardConfig, two_roles: bool) -> list[dict]:
     if wide <= JOINT_DIM and two_roles:
         found = [OWN_KEYS]
     if wide <= JOINT_DIM // 2:
-        tiles = [(64, 4, 4, 2, 3), (64, 4, 4, 2, 2), (64, 4, 4, 2, 1)][config.crowded :]
+        tiles = [(64, 4, 4, 2, 3), (64, 4, 4, 2, 2), (64, 4, 4, 2, 1)]
+        if config.crowded or wide > NARROW_DIM and not config.ordered:  # or few: none shares
+            tiles = tiles[1:]
     elif wide <= JOINT_DIM:
         tiles = [(64, 4, 4, 2, 2), (64, 8, 8, 2, 1), (32, 4, 4, 2, 1)]
+        if config.crowded:
+            tiles = [(32, 4, 4, 2, 2), (32, 4, 4, 2, 1)]
     else:  # a step's copies ahead pay only where a mask makes steps of different lengths
         tiles = [(64, 8, 4, 2, 1), (64, 8, 4, 1, 1)][:: 1 if config.causal else -1]
         tiles += [(32, 8, 4, 2, 1), (32, 4, 2, 2, 1), (32, 4, 2, 1, 1)]
@@ -407,4 +424,3 @@ def tiles_for(config: BackwardConfig, two_roles: bool) -> list[dict]:
     names = ("tile_m", "warps", "key_warps", "stages", "ctas_per_sm")
     found += [dict(zip(names, tile, strict=True)) for tile in tiles]
     return [tile for tile in found if query_warps(tile["tile_m"], config.tile_d, tile["warps"])]
-

@@ -118,11 +118,17 @@ class BackwardOps:
         return self.config.keeps_p
 
     @property
+    def asks_for_lanes(self) -> bool:
+        """See ``BackwardConfig.asks_for_lanes``."""
+        return self.config.asks_for_lanes()
+
+    @property
     def lane(self):
         """Number of this thread in its warp. Opaque, or what follows from it would be kept in registers around the loop."""
-        return (
-            numerics.opaque(self.thread) & 31
-        )  # not %: its sign, which is not known, would take instructions
+        if self.asks_for_lanes:
+            return numerics.lane_asked_for()
+        # Not %: its sign, which is not known, would take instructions.
+        return numerics.opaque(self.thread) & 31
 
     @property
     def first_row(self):
@@ -412,12 +418,18 @@ class BackwardOps:
     def add_dq(self, tile, i, dq, run=WHOLE):
         """Sums += dQ, for the queries of step ``i``; see ``fragments.warp_dq_place`` for their order."""
         (block, head), where = self.tiles.place(tile, i), self.tiles.where(tile)
-        entry = numerics.opaque(where.entry_q)  # products with strides would stay in registers around the loop
+        entry = numerics.opaque(
+            where.entry_q
+        )  # products with strides would stay in registers around the loop
         sums = self.run_time.sums[entry, head, where.slot_q + block, None]
         address = sums.iterator.toint() + Int64(self.thread * FLOAT_BYTES)
         numbers, groups, atoms = dq.shape
         for m, group, k in product(range(atoms), range(groups), range(numbers)):
-            offset = (((run.number * atoms + m) * groups + group) * numbers + k) * self.config.threads * FLOAT_BYTES
+            offset = (
+                (((run.number * atoms + m) * groups + group) * numbers + k)
+                * self.config.threads
+                * FLOAT_BYTES
+            )
             add_float(address + Int64(offset), dq[k, group, m])
 
     # Results.

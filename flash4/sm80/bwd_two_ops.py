@@ -29,6 +29,11 @@ class TwoRolesOps(BackwardOps):
     role: int
 
     @property
+    def asks_for_lanes(self) -> bool:
+        """See ``BackwardConfig.asks_for_lanes``."""
+        return self.config.asks_for_lanes(self.role)
+
+    @property
     def first_row(self):
         """First of this warp's keys of S or dP."""
         return self.role_warp % self.config.key_warps * (self.config.key_atoms * ATOM_ROWS)
@@ -109,7 +114,9 @@ class TwoRolesOps(BackwardOps):
                 load_pair(self.shared.delta + slot + (8 * group + first) * FLOAT_BYTES)
                 for group in (2 * number, 2 * number + 1)
             ]
-            found = self._atoms(rows, at_pair, atoms) if not c.hands_over else map(self._taken, at_pair)
+            found = (
+                self._atoms(rows, at_pair, atoms) if not c.hands_over else map(self._taken, at_pair)
+            )
             for m, p in enumerate(found):
                 for k in range(8):  # of an atom's two groups: (2 columns, 2 rows, 2 groups)
                     place = (k % 4, 2 * number + k // 4, m)

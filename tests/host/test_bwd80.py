@@ -63,6 +63,10 @@ def test_every_config_fits_its_card(card):
         ("HOPPER", (128, 128), {"seqlen_k": 2048}, None, "64 tiles of keys"),
         ("HOPPER", (128, 128), {"seqlen_k": 2049}, 2, "each of its own 32 keys"),
         ("HOPPER", (128, 128), {"softcap": True}, None, "a cap"),
+        ("HOPPER", (64, 64), {"causal": True}, 2, "each of its own 32 keys"),
+        ("SMALL", (64, 40), {}, 2, "each of its own 32 keys"),
+        ("HOPPER", (32, 32), {}, None, "head dims up to 32"),
+        ("HOPPER", (64, 64), {"seqlen_k": 2048}, None, "64 tiles of keys"),
     ],
 )
 def test_two_roles_serve_what_they_can(card, dims, facts, stages, reason):
@@ -71,6 +75,45 @@ def test_two_roles_serve_what_they_can(card, dims, facts, stages, reason):
     assert config.two_roles == (stages is not None)
     assert stages in (None, config.stages) and config.ds_slots == (stages or 1)
     assert reason in reasons[-1]
+
+
+@pytest.mark.parametrize(
+    ("dims", "facts", "runs"),
+    [
+        ((64, 64), {"alibi": True}, (1, 1, 1)),
+        ((128, 128), {}, (1, 2, 1)),
+        ((128, 128), {"alibi": True}, (2, 4, 1)),
+        ((192, 128), {}, (1, 2, 4)),
+        ((64, 64), {"ctas_per_sm": 2}, (4, 4, 4)),
+    ],
+)
+def test_runs_leave_registers(dims, facts, runs):
+    """Of dV's role without a mask and with one, and of dK's."""
+    config = BackwardConfig(True, *dims, causal=True, **(OWN_KEYS | facts))
+    assert tuple(len(config.runs(*x)) for x in ((0, False), (0, True), (1, False))) == runs
+    assert config.most_runs == max(runs)
+    for found in (config.runs(0, True), config.runs(1, False)):
+        assert [n for run in found for n in run.of(64)] == list(range(64))
+        assert [run.first for run in found] == [True] + [False] * (len(found) - 1)
+        assert [run.last for run in found] == [False] * (len(found) - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    ("dims", "facts", "tile"),
+    [
+        ((64, 64), {"deterministic": True}, (64, 3)),
+        ((64, 64), {"deterministic": True, "causal": True}, (64, 2)),
+        ((64, 64), {"softcap": True}, (64, 2)),
+        ((64, 64), {"seqlen_k": 2048}, (64, 2)),
+        ((32, 32), {"causal": True}, (64, 3)),
+        ((128, 128), {"softcap": True, "causal": True}, (64, 2)),
+        ((128, 128), {"softcap": True, "causal": True, "cu_q": True}, (32, 2)),
+    ],
+)
+def test_crowded_configs_have_more_registers(dims, facts, tile):
+    """(queries of a step, CTAs that share a multiprocessor) of one role."""
+    config, _ = bwd_config.HOPPER.choose_config(problem(*dims, **facts))
+    assert (config.tile_m, config.ctas_per_sm, config.two_roles) == (*tile, False)
 
 
 def shipped():
@@ -107,6 +150,7 @@ TILES = (
     TWO_ROLES | {"stages": 1},
     OWN_KEYS,
     OWN_KEYS | {"stages": 1},
+    OWN_KEYS | {"tile_d": 192, "tile_dv": 128, "stages": 1},  # in runs
 )
 
 
