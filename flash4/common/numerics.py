@@ -44,6 +44,11 @@ def opaque(x):
     return Int32(inline_ptx(T.i32(), "=r,r", "mov.b32 $0, $1;", Int32(x), side_effects=True))
 
 
+def lane_asked_for():
+    """Number of this thread in its warp, asked for again: unlike a move, no compiler takes this out of a loop."""
+    return Int32(inline_ptx(T.i32(), "=r", "mov.u32 $0, %laneid;", side_effects=True))
+
+
 def kept(x):
     """Return an Int64 through a move that the compiler cannot see through, but may take out of a loop."""
     return Int64(inline_ptx(T.i64(), "=l,l", "mov.b64 $0, $1;", Int64(x)))

@@ -273,11 +273,15 @@ SM80_BACKWARD_PROBLEMS = (
 )
 
 _TWO_ROLES = {"warps": 8, "key_warps": 2, "two_roles": True}
+_OWN_KEYS = _TWO_ROLES | {"key_warps": 4}
 SM80_TWO_ROLES_PROBLEMS = (
     BackwardProblem(BackwardConfigSm80(True, 64, 64, 64, True, **_TWO_ROLES), 200, 150),
     BackwardProblem(
         BackwardConfigSm80(True, 64, 64, 64, False, **_TWO_ROLES, stages=1), 200, 64, 2
     ),
+    BackwardProblem(BackwardConfigSm80(True, 64, 32, 64, True, **_OWN_KEYS), 200, 150),
+    BackwardProblem(BackwardConfigSm80(True, 32, 32, 64, False, **_OWN_KEYS, stages=1), 200, 64, 2),
+    BackwardProblem(BackwardConfigSm80(True, 192, 128, 64, True, **_OWN_KEYS, stages=1), 100, 128),
 )
 
 JOINT_BACKWARD_PROBLEMS = (

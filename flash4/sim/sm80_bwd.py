@@ -19,7 +19,7 @@ from flash4.sim.machine import Machine
 from flash4.sim.memory import Region, Space
 from flash4.sim.sm80_fwd import SMEM_LIMIT, CopiedRows
 from flash4.sim.sm90_fwd import matmul, round_to_16_bit
-from flash4.sm80.bwd_config import BackwardConfig
+from flash4.sm80.bwd_config import WHOLE, BackwardConfig
 from flash4.sm80.bwd_roles import BackwardRoles
 from flash4.sm80.bwd_two_roles import TwoBackwardRoles
 from flash4.sm80.fwd_config import ATOM_ROWS, ELEMENT_BYTES
@@ -58,6 +58,24 @@ class Call:
     memory: Space
 
 
+@dataclass(frozen=True)
+class Strips:
+    """A warp's keys by queries of P or dS: runs of queries are apart, as they are in the kernel."""
+
+    regions: list[Region]
+
+    def write(self, x: np.ndarray, run=WHOLE):
+        """Replace all of it, or the queries of a run."""
+        within = run.of(len(self.regions))
+        for number, part in zip(within, np.split(x, len(within), axis=1), strict=True):
+            self.regions[number].write(part)
+
+    def read(self, run=WHOLE) -> np.ndarray:
+        """All of it, or the queries of a run."""
+        within = run.of(len(self.regions))
+        return np.concatenate([self.regions[number].read() for number in within], axis=1)
+
+
 class WarpOps:
     """Verbs of ``differentiate``, for one warp."""
 
@@ -68,11 +86,10 @@ class WarpOps:
         number, rows = warp % c.role_warps, c.key_atoms * ATOM_ROWS
         first, part = number % c.key_warps * rows, number // c.key_warps
         self._mine = number  # which of the parts of P, dS, dK and dV
-        self._column_part = number if c.two_roles else part
+        self._column_part = number if c.two_roles and not c.keeps_p else part
         self._keys = range(first, first + rows)
-        columns = c.tile_m // c.splits
-        self._columns = slice(part * columns, (part + 1) * columns)
-        self.copies_ahead, self.keeps_p = c.stages > 1, c.splits == 1
+        self._queries = np.split(np.arange(c.tile_m), c.splits)[part]
+        self.copies_ahead, self.keeps_p = c.stages > 1, c.keeps_p
 
     def phases(self, tile):
         """See ``KvSteps.phases``."""
@@ -90,7 +107,7 @@ class WarpOps:
         shape = (sum(region.shape[0] for region in target.regions), target.regions[0].shape[1])
         block = np.zeros(shape, np.float32)
         block[: len(rows), : rows.shape[1]] = rows
-        for where, region in target.of_warp(self._warp):
+        for where, region in target.of_warp(self._warp % target.warps):
             self._copies.copy(region, block[where])
 
     def copy_keys(self, tile):
@@ -113,7 +130,7 @@ class WarpOps:
         for name, x in (("q", call.q), ("do", call.dout)):
             rows = x[where.entry_q, where.row_q + first : end, head]
             self._copy(self._memory[name][slot], rows)
-        if self._warp == 0:  # whose threads are as many as statistics have chunks
+        if self._mine == 0:  # whose threads are as many as statistics have chunks
             at, own = (where.slot_q + block) * c.tile_m, first < call.tiles.lengths(tile)[0]
             for name, x in (("lse", call.lse), ("delta", call.delta)):
                 row = x[where.entry_q, head, at : at + c.tile_m]
@@ -131,14 +148,19 @@ class WarpOps:
         """Meet all warps of the CTA."""
         self._barrier.sync()
 
-    def s(self, i):
+    def _columns(self, run):
+        """Queries of a run of this warp's."""
+        own = run.of(len(self._queries))
+        return self._queries[own.start : own.stop]
+
+    def s(self, i, run=WHOLE):
         """S^T = K Q^T."""
-        q = self._memory["q"][i % self._config.stages].read()[self._columns]
+        q = self._memory["q"][i % self._config.stages].read()[self._columns(run)]
         return matmul(self._memory["k"].read(self._keys), q.T)
 
-    def dp(self, i):
+    def dp(self, i, run=WHOLE):
         """dP^T = V dO^T."""
-        do = self._memory["do"][i % self._config.stages].read()[self._columns]
+        do = self._memory["do"][i % self._config.stages].read()[self._columns(run)]
         return matmul(self._memory["v"].read(self._keys), do.T)
 
     def softmax(self, tile, i, s, dp, phase):
@@ -149,12 +171,12 @@ class WarpOps:
         ds = Scores(step, values, lambda: lse, hides=False).ds(dp - self._statistic("delta", i))
         return tuple(round_to_16_bit(x, self._config.bf16) for x in (pairs.p, ds))
 
-    def _statistic(self, name, i):
-        return self._memory[name][i % self._config.stages].read()[self._columns]
+    def _statistic(self, name, i, run=WHOLE):
+        return self._memory[name][i % self._config.stages].read()[self._columns(run)]
 
-    def _step(self, tile, i, phase):
+    def _step(self, tile, i, phase, run=WHOLE):
         keys = slice(self._keys.start, self._keys.stop)
-        return Step(self._call, keys, tile, i, phase.masked, self._columns)
+        return Step(self._call, keys, tile, i, phase.masked, self._columns(run))
 
     def put_ds(self, p, ds):
         """dS^T, and P^T where warps with the same keys have split it, into shared memory."""
@@ -176,17 +198,17 @@ class WarpOps:
         groups = range(0, c.role_warps, c.key_warps)
         return np.concatenate([np.concatenate(parts[g : g + c.key_warps]) for g in groups], axis=1)
 
-    def dv(self, i, p):
+    def dv(self, i, p, run=WHOLE):
         """dV += P^T dO."""
-        self._accumulate(self._dv, self._of_keys("p", p, i), "do", i)
+        self._accumulate(self._dv, self._of_keys("p", p, i), "do", i, run)
 
-    def dk(self, i, ds):
+    def dk(self, i, ds, run=WHOLE):
         """dK += dS^T Q."""
-        self._accumulate(self._dk, self._of_keys("ds", ds, i), "q", i)
+        self._accumulate(self._dk, self._of_keys("ds", ds, i), "q", i, run)
 
-    def _accumulate(self, acc, a, name, i):
-        width = acc.shape[1]
-        rows = self._memory[name][i % self._config.stages].read()
+    def _accumulate(self, acc, a, name, i, run):
+        width, over = acc.shape[1], run.of(self._config.tile_m)
+        rows = self._memory[name][i % self._config.stages].read()[over.start : over.stop]
         acc += matmul(a, rows[:, self._column_part * width : (self._column_part + 1) * width])
 
     def dq(self, i=0):
@@ -268,7 +290,9 @@ class TwoRolesOps(WarpOps):
     def __init__(self, machine: Machine, call: Call, warp: int, memory: dict, barriers: tuple):
         super().__init__(machine, call, warp, memory, barriers[0])
         self._role = warp // call.config.role_warps
-        self._p, self._meeting = barriers[1], barriers[2 + self._role]
+        of_p, of_roles = barriers[1:]
+        self._p = of_p[self._mine % len(of_p)]
+        self._meeting = of_roles[self._role] if of_roles else None  # where nobody meets
 
     def post_p(self):
         """``mma_v``: P is there."""
@@ -282,25 +306,34 @@ class TwoRolesOps(WarpOps):
         """Meet the warps of this role."""
         self._meeting.sync()
 
-    def probabilities(self, tile, i, s, phase):
+    def runs(self, phase=None):
+        """Runs of queries in which this role takes a step."""
+        return self._config.runs(self._role, phase is not None and phase.masked)
+
+    def probabilities(self, tile, i, s, phase, run):
         """P^T, in 16 bit."""
-        pairs = self._step(tile, i, phase).pairs(s, self._statistic("lse", i))
+        pairs = self._step(tile, i, phase, run).pairs(s, self._statistic("lse", i, run))
         return round_to_16_bit(pairs.p, self._config.bf16)
 
-    def ds(self, i, dp):
+    def ds(self, i, dp, run):
         """dS^T, in 16 bit, of P in shared memory."""
-        p = self._memory["p"][0][self._mine].read()
-        return round_to_16_bit(p * (dp - self._statistic("delta", i)), self._config.bf16)
+        p = self._memory["p"][self._p_slot(i)][self._mine].read(run)
+        return round_to_16_bit(p * (dp - self._statistic("delta", i, run)), self._config.bf16)
 
-    def put_p(self, p):
+    def _p_slot(self, i):
+        return i % self._config.ds_slots if self._config.hands_over else 0
+
+    def put_p(self, i, p, run):
         """P^T into shared memory."""
-        self._memory["p"][0][self._mine].write(p)
+        self._memory["p"][self._p_slot(i)][self._mine].write(p, run)
 
-    def put_ds(self, i, ds):
+    def put_ds(self, i, ds, run):
         """dS^T into shared memory."""
-        self._memory["ds"][i % self._config.ds_slots][self._mine].write(ds)
+        self._memory["ds"][i % self._config.ds_slots][self._mine].write(ds, run)
 
     def _of_keys(self, name, mine, i):
+        if self.keeps_p:
+            return mine
         return self._all(name, i % self._config.ds_slots if name == "ds" else 0)
 
     def add_dq_of(self, tile, i):
@@ -381,7 +414,9 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str):
     for name in ("q", "do"):
         rows = c.rows(name)
         memory[name] = [
-            CopiedRows(space, f"{prefix}{name}[{s}]", bases[name] + s * rows.nbytes, rows, c.warps)
+            CopiedRows(
+                space, f"{prefix}{name}[{s}]", bases[name] + s * rows.nbytes, rows, c.role_warps
+            )
             for s in range(c.stages)
         ]
     for name in ("lse", "delta"):
@@ -394,12 +429,15 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str):
             for s in range(c.stages)
         ]  # fmt: skip
     scores = (c.key_atoms * ATOM_ROWS, c.tile_m // c.splits)
-    memory["ds"] = [
-        _parts(space, f"{prefix}ds[{s}]", bases["ds"] + s * c.rows("ds").nbytes, c, scores)
-        for s in range(c.ds_slots)
-    ]
-    if c.passes_p:
-        memory["p"] = [_parts(space, f"{prefix}p", bases["p"], c, scores)]
+    slots = {"ds": c.ds_slots}
+    if "p" in bases:
+        slots["p"] = c.ds_slots if c.hands_over else 1
+    for name, count in slots.items():
+        nbytes = c.rows(name).nbytes
+        memory[name] = [
+            _strips(_parts(space, f"{prefix}{name}[{s}]", bases[name] + s * nbytes, c, scores), c)
+            for s in range(count)
+        ]
     for name, width in (("dk", c.tile_d), ("dv", c.tile_dv)):
         shape = (c.sum_atoms * ATOM_ROWS, width // c.column_parts)
         memory[name] = _parts(space, prefix + name, bases[name], c, shape)
@@ -408,11 +446,13 @@ def _fill_cta(machine: Machine, call: Call, variation: Variation, prefix: str):
     ops_of = WarpOps
     if c.two_roles:
         ops_of = TwoRolesOps
-        named = (
-            (BARRIER_P, "P", c.warps),
-            *((BARRIER_ROLE + n, role.name, c.role_warps) for n, role in enumerate(c.graph.roles)),
-        )
-        barrier = barrier, *(NamedBarrier(machine, *facts, 1) for facts in named)
+        of_p, of_roles = [(BARRIER_P, "P", c.warps)], []
+        if c.hands_over:
+            of_p = [(BARRIER_P + n, f"P of pair {n}", 2) for n in range(c.role_warps)]
+        else:
+            roles = enumerate(c.graph.roles)
+            of_roles = [(BARRIER_ROLE + n, role.name, c.role_warps) for n, role in roles]
+        barrier = (barrier, *([NamedBarrier(machine, *x, 1) for x in y] for y in (of_p, of_roles)))
     for warp in range(c.warps):
         role = plain(getattr(type(schedule), c.graph.roles[warp // c.role_warps].name))
         ops = ops_of(machine, call, warp, memory, barrier)
@@ -426,4 +466,15 @@ def _parts(space, name, base, c, shape):
     for warp in range(c.role_warps):
         at = base + (warp % strips * (c.role_warps // strips) + warp // strips) * nbytes
         found.append(Region(space, f"{name} of warp {warp}", at, at + nbytes, shape))
+    return found
+
+
+def _strips(parts: list[Region], c: BackwardConfig) -> list[Strips]:
+    """The same of P or dS, cut into as many runs as any step has."""
+    count, found = c.most_runs, []
+    for part in parts:
+        size, (rows, columns) = (part.hi - part.lo) // count, part.shape
+        cuts = range(part.lo, part.hi, size)
+        shape = (rows, columns // count)
+        found.append(Strips([Region(part.space, part.name, at, at + size, shape) for at in cuts]))
     return found

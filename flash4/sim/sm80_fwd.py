@@ -48,12 +48,12 @@ class CopiedRows:
         name: of the array.
         base: first byte.
         rows: the array.
-        warps: of the CTA.
+        warps: that copy.
     """
 
     def __init__(self, memory: Space, name: str, base: int, rows: SharedRows, warps: int):
         size, nbytes = WARP // rows.chunks, rows.columns * ELEMENT_BYTES
-        self._size, self._warps = size, warps
+        self._size, self.warps = size, warps
         self.regions = [
             Region(
                 memory, f"{name} rows {i}", base + i * nbytes, base + min(i + size, rows.rows) * nbytes,
@@ -64,7 +64,7 @@ class CopiedRows:
 
     def of_warp(self, warp: int):
         """(rows, region) of what a warp copies."""
-        for i in range(warp, len(self.regions), self._warps):
+        for i in range(warp, len(self.regions), self.warps):
             yield slice(i * self._size, (i + 1) * self._size), self.regions[i]
 
     def read(self, rows: range | None = None) -> np.ndarray:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from flash4.common.graph import WARP, Buffer, PipelineGraph, Role, launch_registers
+from flash4.common.kv_tiles import kv_grid_of
 from flash4.common.launch_facts import BackwardLaunch
 from flash4.common.mod_facts import ModFacts, fields_of_mods, lacks_derivative
 from flash4.sm80.fwd_config import (
@@ -18,7 +19,40 @@ from flash4.sm80.shared_rows import SharedRows
 
 FLOAT_BYTES = 4
 DIM_PAIR = 16  # columns of what ldmatrix reads at once
-JOINT_DIM = 128  # up to this head dim a warp's registers hold both dK and dV of 16 keys
+JOINT_DIM = 128  # up to this head dim a warp's registers hold both dK and dV of 16 keys, or one of them of 32
+NARROW_DIM = 32  # up to this head dim one role reads about as little shared memory as two
+# Features of a call that hold registers around a loop in one role, from which on it has more of them: to head dim 64, and above.
+CROWD, WIDE_CROWD = 2, 4
+FEW_TILES = 64  # of 128 keys: half of the multiprocessors of cards that hold them; half as wide ones are quicker
+MAX_HANDED = 64  # queries of one band, where what a warp has of P lies together
+LOOP_REGISTERS = 60  # that a step of two roles takes beside its sum and scores
+MASK_REGISTERS = 24  # that a mask takes beside them, and a bias as many
+
+
+@dataclass(frozen=True)
+class Run:
+    """One of ``count`` equal runs of a warp's queries of S or dP: all is done with one before the next begins."""
+
+    number: int
+    count: int
+
+    @property
+    def first(self) -> bool:
+        """Whether it is the first one."""
+        return self.number == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether it is the last one."""
+        return self.number == self.count - 1
+
+    def of(self, size: int) -> range:
+        """Its part of a size."""
+        each = size // self.count
+        return range(self.number * each, (self.number + 1) * each)
+
+
+WHOLE = Run(0, 1)
 
 
 @dataclass(frozen=True)
@@ -32,10 +66,10 @@ class BackwardConfig(ModFacts, BackwardLaunch):
         tile_m: queries per step.
         causal: bottom-right causal mask.
         warps: of a CTA.
-        key_warps: that share the keys of a tile, 16 to each; more warps than that split queries, and columns of dK and
-            dV, among them.
-        two_roles: half of the warps multiply S and dV, the others dP and dK: each has 32 keys of S or dP, and all keys of
-            some columns of dV or dK.
+        key_warps: that share the keys of a tile, 16 to each (32 of two roles); more warps than that split queries, and columns of
+            dK and dV, among them.
+        two_roles: half of the warps multiply S and dV, the others dP and dK: each has 32 keys of S or dP, and the same keys of
+            dV or dK; or, where warps split queries, all keys of some columns.
         stages: slots of Q and dO. With one the next step's are copied when this one is done.
         ctas_per_sm: CTAs that share a multiprocessor: registers are limited accordingly.
         left: a window limits the keys before a query's own position; its side is a run-time value.
@@ -90,6 +124,10 @@ class BackwardConfig(ModFacts, BackwardLaunch):
             raise ValueError(
                 "two roles need 8 warps; they have no softcap, no order of sums and no mods"
             )
+        if self.hands_over and self.tile_m > MAX_HANDED:
+            raise ValueError(
+                f"P of {self.tile_m} queries cannot be handed over; at most {MAX_HANDED} can"
+            )
         for size in (self.tile_d, self.tile_dv):
             if size % (self.column_parts * DIM_PAIR):
                 raise ValueError(
@@ -132,17 +170,60 @@ class BackwardConfig(ModFacts, BackwardLaunch):
     @property
     def sum_atoms(self) -> int:
         """Times 16 keys that a warp has of dK or dV."""
-        return self.tile_n // ATOM_ROWS if self.two_roles else 1
+        return self.tile_n // ATOM_ROWS // (self.role_warps // self.column_parts)
 
     @property
     def column_parts(self) -> int:
         """Warps that split the columns of dK, or of dV, among them."""
-        return self.role_warps if self.two_roles else self.splits
+        return self.role_warps if self.two_roles and not self.keeps_p else self.splits
 
     @property
-    def passes_p(self) -> bool:
-        """P goes through shared memory, too."""
-        return self.splits > 1
+    def keeps_p(self) -> bool:
+        """A warp has all of P, or of dS, that its own dV, or dK, takes."""
+        return self.splits == 1
+
+    @property
+    def hands_over(self) -> bool:
+        """P goes from each warp of one role to one of the other, through the place that dS then takes."""
+        return self.two_roles and self.keeps_p
+
+    def runs(self, role: int, masked: bool) -> tuple[Run, ...]:
+        """Runs of queries in which one of two roles takes a step: as few as leave it registers.
+
+        The rows of one operand are read for each of them. A lane has, of 32 keys, a column of its sum or of scores to a register.
+        """
+        if not self.hands_over:
+            return (WHOLE,)
+        needed = (self.tile_dv, self.tile_d)[role] + LOOP_REGISTERS
+        if role == 0:
+            needed += MASK_REGISTERS * (masked + self.alibi)
+        counts = (1, 2, self.tile_m // DIM_PAIR)
+        room = [n for n in counts if needed + self.tile_m // n <= self.registers]
+        count = room[0] if room else counts[-1]
+        return tuple(Run(number, count) for number in range(count))
+
+    @property
+    def crowded(self) -> bool:
+        """Whether features hold so many registers around a loop that a thread gets more of them, or less to do."""
+        masks = (self.causal, self.left, self.right)
+        held = sum((*masks, CROWD * self.softcap, self.alibi, self.ordered, self.varlen))
+        return held >= (CROWD if max(self.tile_d, self.tile_dv) <= JOINT_DIM // 2 else WIDE_CROWD)
+
+    def asks_for_lanes(self, role: int = 0) -> bool:
+        """Whether verbs ask for the number of their lane anew: what follows from it would stay in registers around the loop.
+
+        A step has more instructions so. Three CTAs that share a multiprocessor cannot do without, nor can P of float16 at head
+        dim 128, nor wider sums.
+        """
+        if not self.hands_over:
+            return self.ctas_per_sm > 2
+        size = (self.tile_dv, self.tile_d)[role]
+        return size > JOINT_DIM or role == 0 and size == JOINT_DIM and not self.bf16
+
+    @property
+    def most_runs(self) -> int:
+        """Runs of the step that has most."""
+        return max(len(self.runs(role, masked)) for role in (0, 1) for masked in (False, True))
 
     @property
     def ds_slots(self) -> int:
@@ -195,7 +276,8 @@ class BackwardConfig(ModFacts, BackwardLaunch):
             Role(name, range(n * groups, (n + 1) * groups), self.role_warps, self.registers)
             for n, name in enumerate(names)
         )
-        once = ("k", "v", "p") if self.passes_p else ("k", "v")
+        once = ("k", "v") if self.keeps_p else ("k", "v", "p")
+        handed = Buffer("p", self.ds_slots * self.rows("p").nbytes, borrows="ds")
         buffers = (
             *(Buffer(name, self.rows(name).nbytes) for name in once),
             Buffer("ds", self.ds_slots * self.rows("ds").nbytes),
@@ -203,6 +285,7 @@ class BackwardConfig(ModFacts, BackwardLaunch):
             *(Buffer(name, self.stages * self.statistics_bytes) for name in ("lse", "delta")),
             Buffer("dk", self.rows("k").nbytes, borrows="k"),
             Buffer("dv", self.rows("v").nbytes, borrows="v"),
+            *((handed,) if self.hands_over else ()),
         )
         return PipelineGraph(roles=roles, rings=(), buffers=buffers)
 
@@ -278,7 +361,8 @@ class BackwardCard:
         config = BackwardConfig(
             bf16, *dims, tile_m=DIM_STEP, causal=problem.causal, warps=4, key_warps=2, **features
         )
-        tiles = (replace(config, **tile) for tile in tiles_for(config))
+        lack = two_roles_lack(config, problem)
+        tiles = (replace(config, **tile) for tile in tiles_for(config, lack is None))
         config = next(config for config in tiles if self.holds(config))
         whose = f"{self.newer} of its own are not built for this card: " if self.newer else ""
         return config, (
@@ -286,7 +370,7 @@ class BackwardCard:
             f"{config.tile_n} keys by {config.tile_m} queries, {config.stages} slots: {config.smem_bytes} bytes of "
             f"shared memory, of {self.sm_smem_bytes}",
             *((_WHY_TILE_OF_MODS,) if config.has_mods else ()),
-            *((_why_roles(config),) if max(dims) > JOINT_DIM else ()),
+            _why_roles(config, lack),
         )
 
 
@@ -296,12 +380,18 @@ CONSUMER_BLACKWELL = BackwardCard(99 << 10, 100 << 10, "kernels")  # 12.0, 12.1
 HOPPER = BackwardCard(227 << 10, 228 << 10)  # which has its own, but may try this one
 
 
-def two_roles_lack(config: BackwardConfig) -> str | None:
-    """Why two roles cannot share a problem's work, or None if they can."""
+def two_roles_lack(config: BackwardConfig, problem) -> str | None:
+    """Why two roles do not share a problem's work, or None if they can."""
     if config.has_mods:
         return "mods"
     if config.softcap or config.ordered:
         return "a cap" if config.softcap else "a fixed order of sums"
+    wide = max(config.tile_d, config.tile_dv)
+    if wide <= NARROW_DIM:
+        return f"head dims up to {NARROW_DIM}"
+    if wide <= JOINT_DIM:
+        tiles = kv_grid_of(problem, replace(config, **OWN_KEYS).tile_n).total
+        return f"{tiles} tiles of keys of theirs" if tiles <= FEW_TILES else None
     share = 4 * DIM_PAIR
     uneven = [size for size in (config.tile_d, config.tile_dv) if size % share]
     return f"{uneven[0]} columns, which are no multiple of {share}" if uneven else None
@@ -310,30 +400,41 @@ def two_roles_lack(config: BackwardConfig) -> str | None:
 _WHY_TILE_OF_MODS = "two warps to the same keys: registers for what mods load and compute"
 
 
-def _why_roles(config: BackwardConfig) -> str:
+def _why_roles(config: BackwardConfig, lack: str | None) -> str:
     if config.two_roles:
         when = "a step late" if config.ds_slots == 2 else "beside the next step's copies"
-        return f"half of the warps keep dK, the others dV: they read less shared memory; dQ is multiplied {when}"
-    lack = two_roles_lack(config) or "so little shared memory"
-    return f"every warp keeps some of dK and of dV: roles of their own are not built for {lack}"
+        keys = "of its own 32 keys" if config.keeps_p else "of all keys"
+        return (
+            f"half of the warps keep dK, the others dV, each {keys}: they read less shared memory; "
+            f"dQ is multiplied {when}"
+        )
+    lack = lack or "so little shared memory"
+    return f"every warp keeps some of dK and of dV: no roles of their own for {lack}"
 
 
 TWO_ROLES = {"tile_m": 64, "warps": 8, "key_warps": 2, "two_roles": True}
+OWN_KEYS = TWO_ROLES | {"key_warps": 4}
 
 
-def tiles_for(config: BackwardConfig) -> list[dict]:
+def tiles_for(config: BackwardConfig, two_roles: bool) -> list[dict]:
     """Fields that shape a tile, the fastest first; what a card cannot hold is passed over. Measured: bench/NOTES.md."""
     wide, found = max(config.tile_d, config.tile_dv), []
+    if wide <= JOINT_DIM and two_roles:
+        found = [OWN_KEYS]
     if config.has_mods:
         tiles = _tiles_of_mods(config)
     elif wide <= JOINT_DIM // 2:
         tiles = [(64, 4, 4, 2, 3), (64, 4, 4, 2, 2), (64, 4, 4, 2, 1)]
+        if config.crowded or wide > NARROW_DIM and not config.ordered:  # or few: none shares
+            tiles = tiles[1:]
     elif wide <= JOINT_DIM:
         tiles = [(64, 4, 4, 2, 2), (64, 8, 8, 2, 1), (32, 4, 4, 2, 1)]
+        if config.crowded:
+            tiles = [(32, 4, 4, 2, 2), (32, 4, 4, 2, 1)]
     else:  # a step's copies ahead pay only where a mask makes steps of different lengths
         tiles = [(64, 8, 4, 2, 1), (64, 8, 4, 1, 1)][:: 1 if config.causal else -1]
         tiles += [(32, 8, 4, 2, 1), (32, 4, 2, 2, 1), (32, 4, 2, 1, 1)]
-        if two_roles_lack(config) is None:
+        if two_roles:
             found = [TWO_ROLES | {"stages": stages} for stages in (2, 1)]
     names = ("tile_m", "warps", "key_warps", "stages", "ctas_per_sm")
     found += [dict(zip(names, tile, strict=True)) for tile in tiles]

@@ -14,9 +14,10 @@ from cutlass import Float32, Int32, Int64
 from flash4.common import mods, numerics
 from flash4.common.dsl import inline_ptx
 from flash4.common.geometry import choose
+from flash4.common.graph import WARP
 from flash4.common.mod_places import ModPlace
 from flash4.common.numerics import LOG2E
-from flash4.sm80.bwd_config import FLOAT_BYTES, BackwardConfig
+from flash4.sm80.bwd_config import FLOAT_BYTES, WHOLE, BackwardConfig
 from flash4.sm80.copies import (
     RowCopy,
     cp_async,
@@ -116,14 +117,20 @@ class BackwardOps:
     @property
     def keeps_p(self) -> bool:
         """Whether P and dS of a warp's keys are its own."""
-        return not self.config.passes_p
+        return self.config.keeps_p
+
+    @property
+    def asks_for_lanes(self) -> bool:
+        """See ``BackwardConfig.asks_for_lanes``."""
+        return self.config.asks_for_lanes()
 
     @property
     def lane(self):
         """Number of this thread in its warp. Opaque, or what follows from it would be kept in registers around the loop."""
-        return (
-            numerics.opaque(self.thread) & 31
-        )  # not %: its sign, which is not known, would take instructions
+        if self.asks_for_lanes:
+            return numerics.lane_asked_for()
+        # Not %: its sign, which is not known, would take instructions.
+        return numerics.opaque(self.thread) & 31
 
     @property
     def first_row(self):
@@ -163,9 +170,8 @@ class BackwardOps:
         first = tile.n_block * c.tile_n
         count = self.tiles.lengths(tile)[1] - first
         for x, name, base in ((self.k, "k", self.shared.k), (self.v, "v", self.shared.v)):
-            self._copy(
-                x, c.rows(name), (where.entry_k, where.row_k + first, tile.head_kv), base, count
-            )
+            place = (where.entry_k, where.row_k + first, tile.head_kv)
+            self._copy(x, c.rows(name), place, base, (count, c.threads))
 
     @cute.jit
     def copy_step(self, tile, i):
@@ -176,22 +182,23 @@ class BackwardOps:
     def _copy_step(self, tile, i):
         c, where, (block, head) = self.config, self.tiles.where(tile), self.tiles.place(tile, i)
         slot, first = i % c.stages, block * c.tile_m
-        count = self.tiles.lengths(tile)[0] - first
+        count, entry = self.tiles.lengths(tile)[0] - first, numerics.opaque(where.entry_q)
         for x, name, base in ((self.q, "q", self.shared.q), (self.do, "do", self.shared.do)):
             at = base + slot * c.rows(name).nbytes
-            self._copy(x, c.rows(name), (where.entry_q, where.row_q + first, head), at, count)
+            place = (entry, where.row_q + first, head)
+            self._copy(x, c.rows(name), place, at, (count, c.role_warps * WARP))
         sources = ((self.run_time.lse, self.shared.lse), (self.run_time.delta, self.shared.delta))
         # What a tile that nobody sees would find there is another sequence's, and may be NaN.
         nbytes = choose(count > 0, CHUNK_BYTES, 0) if c.varlen else None
         for x, base in sources:
-            row = x[where.entry_q, head, None].iterator + (where.slot_q + block) * c.tile_m
+            row = x[entry, head, None].iterator + (where.slot_q + block) * c.tile_m
             self._copy_floats(row.toint(), base + slot * c.statistics_bytes, nbytes)
 
-    def _copy(self, x, rows, place, base, count):
-        """Copy the rows of an array from (entry, row, head) of x on; ``count`` of them exist."""
-        entry, first, head = place
-        thread = numerics.opaque(self.thread) & (self.config.threads - 1)  # not negative
-        copy = RowCopy.of(rows, self.config.threads, thread, x.shape[3])
+    def _copy(self, x, rows, place, base, counts):
+        """Copy the rows of an array from (entry, row, head) of x on; ``counts`` are rows that exist, and threads that copy."""
+        (entry, first, head), (count, threads) = place, counts
+        thread = numerics.opaque(self.thread) & (threads - 1)  # not negative
+        copy = RowCopy.of(rows, threads, thread, x.shape[3])
         stride = Int64(x.stride[1]) * ELEMENT_BYTES
         address = x[entry, first, head, None].iterator.toint() + Int64(copy.row) * stride
         copy.copy(base, address + Int64(copy.chunk * CHUNK_BYTES), stride, count)
@@ -199,8 +206,9 @@ class BackwardOps:
     @cute.jit
     def _copy_floats(self, address, base, nbytes):
         """Copy a statistic of a step's queries; of ``nbytes`` 0 it becomes zero, None is all."""
-        if self.thread < self.config.tile_m // FLOATS:
-            offset = self.thread * CHUNK_BYTES
+        thread = self.thread & (self.config.role_warps * WARP - 1)
+        if thread < self.config.tile_m // FLOATS:
+            offset = thread * CHUNK_BYTES
             cp_async(base + offset, address + Int64(offset), nbytes)
 
     def commit(self):
@@ -217,17 +225,17 @@ class BackwardOps:
 
     # Products.
 
-    def _product(self, a, b, i):
-        """Rows of this warp's keys of ``a`` times this warp's part of the queries of slot ``i`` of ``b``, transposed."""
+    def _product(self, a, b, i, run):
+        """Rows of this warp's keys of ``a`` times a run of this warp's part of the queries of slot ``i`` of ``b``, transposed."""
         c = self.config
         (rows_a, base_a), (rows_b, base_b) = a, b
-        columns = c.tile_m // c.splits
+        own, columns = c.tile_m // c.splits, len(run.of(c.tile_m // c.splits))
         acc = cute.make_rmem_tensor((4, columns // 8, c.key_atoms), Float32)
         acc.fill(0.0)
         lane = self.lane
         at_a = base_a + rows_a.of_lane(lane, by_columns=False) + self.first_row * rows_a.row_bytes
         at_b = base_b + rows_b.of_lane(lane, by_columns=True) + i % c.stages * rows_b.nbytes
-        at_b = at_b + self.part * (columns * rows_b.row_bytes)
+        at_b = at_b + (self.part * own + run.number * columns) * rows_b.row_bytes
         for step in range(rows_a.columns // 16):
             a = self._atoms(rows_a, rows_a.pair_at(at_a, step), c.key_atoms)
             at = rows_b.pair_at(at_b, step)
@@ -241,27 +249,27 @@ class BackwardOps:
         down = ATOM_ROWS * rows.row_bytes
         return [ldmatrix(element(self.config), at + m * down, False) for m in range(count)]
 
-    def s(self, i):
+    def s(self, i, run=WHOLE):
         """S^T = K Q^T."""
         c = self.config
-        return self._product((c.rows("k"), self.shared.k), (c.rows("q"), self.shared.q), i)
+        return self._product((c.rows("k"), self.shared.k), (c.rows("q"), self.shared.q), i, run)
 
-    def dp(self, i):
+    def dp(self, i, run=WHOLE):
         """dP^T = V dO^T."""
         c = self.config
-        return self._product((c.rows("v"), self.shared.v), (c.rows("do"), self.shared.do), i)
+        return self._product((c.rows("v"), self.shared.v), (c.rows("do"), self.shared.do), i, run)
 
-    def dv(self, i, p):
+    def dv(self, i, p, run=WHOLE):
         """dV += P^T dO."""
-        self._accumulate(self.dv_acc, p, self.shared.p, ("do", self.shared.do), i)
+        self._accumulate(self.dv_acc, (p, self.shared.p), ("do", self.shared.do), i, run)
 
-    def dk(self, i, ds):
+    def dk(self, i, ds, run=WHOLE):
         """dK += dS^T Q."""
-        self._accumulate(self.dk_acc, ds, self._ds(i), ("q", self.shared.q), i)
+        self._accumulate(self.dk_acc, (ds, self._ds(i)), ("q", self.shared.q), i, run)
 
-    def _accumulate(self, acc, a, base_a, b, i):
-        """Add the product of P or dS, from registers or else shared memory, and columns of dO or Q."""
-        c, (name, base) = self.config, b
+    def _accumulate(self, acc, a, b, i, run):
+        """Add the product of P or dS, from registers or else shared memory, and columns of dO or Q, over a run of queries."""
+        c, (a, base_a), (name, base) = self.config, a, b
         rows, rows_a, lane = c.rows(name), c.rows("ds"), self.lane
         at_b = base + rows.of_lane(lane, by_columns=False) + i % c.stages * rows.nbytes
         count = acc.shape[1] // 2
@@ -272,27 +280,33 @@ class BackwardOps:
         if not self.keeps_p:
             at_a = base_a + rows_a.of_lane(lane, by_columns=False)
             at_a = at_a + self.first_sum_row * rows_a.row_bytes
-        for step in range(c.tile_m // 16):
+        steps = run.of(c.tile_m // 16)
+        for step in steps:
             if self.keeps_p:
-                atoms = [cute.make_tensor(a.iterator + 8 * step, cute.make_layout(8))]
+                down, first = cute.size(a) // c.sum_atoms, 8 * (step - steps[0])
+                atoms = [
+                    cute.make_tensor(a.iterator + (first + m * down), cute.make_layout(8))
+                    for m in range(c.sum_atoms)
+                ]
             else:
                 atoms = self._atoms(rows_a, rows_a.pair_at(at_a, step), c.sum_atoms)
             for number, at in enumerate(pairs):
                 b_atom = ldmatrix(element(c), at + step * KEY_STEP * rows.row_bytes, True)
                 multiply(c, acc, atoms, b_atom, 2 * number)
 
-    def dq(self, i=0):
-        """This warp's part of dQ = dS K."""
+    def dq(self, i=0, run=WHOLE):
+        """This warp's part of dQ = dS K, or a run of its queries."""
         c, lane = self.config, self.lane
         queries, columns = c.dq_shape
         rows_ds, rows_k = c.rows("ds"), c.rows("k")
-        dQ = cute.make_rmem_tensor((4, columns // 8, queries // 16), Float32)
+        atoms = run.of(queries // ATOM_ROWS)
+        dQ = cute.make_rmem_tensor((4, columns // 8, len(atoms)), Float32)
         dQ.fill(0.0)
         at_ds = self._ds(i) + rows_ds.of_lane(lane, by_columns=True)
         at_k = self.shared.k + rows_k.of_lane(lane, by_columns=False)
         first_query = self.warp % c.query_warps * (queries // 16)
         first_column = self.warp // c.query_warps * (columns // 16)
-        at_ds = rows_ds.run_of_pairs(at_ds, first_query, queries // 16)
+        at_ds = rows_ds.run_of_pairs(at_ds, first_query, queries // 16)[atoms[0] : atoms[-1] + 1]
         at_k = rows_k.run_of_pairs(at_k, first_column, columns // 16)
         for step in range(c.tile_n // KEY_STEP):
             down_ds, down_k = (step * KEY_STEP * rows.row_bytes for rows in (rows_ds, rows_k))
@@ -445,14 +459,21 @@ class BackwardOps:
         turns = self.run_time.turns[where.entry_q, head, where.slot_q + block, None]
         return turns.iterator.toint()
 
-    def add_dq(self, tile, i, dq):
+    def add_dq(self, tile, i, dq, run=WHOLE):
         """Sums += dQ, for the queries of step ``i``; see ``fragments.warp_dq_place`` for their order."""
         (block, head), where = self.tiles.place(tile, i), self.tiles.where(tile)
-        sums = self.run_time.sums[where.entry_q, head, where.slot_q + block, None]
-        address = (sums.iterator + self.thread).toint()
+        entry = numerics.opaque(
+            where.entry_q
+        )  # products with strides would stay in registers around the loop
+        sums = self.run_time.sums[entry, head, where.slot_q + block, None]
+        address = sums.iterator.toint() + Int64(self.thread * FLOAT_BYTES)
         numbers, groups, atoms = dq.shape
         for m, group, k in product(range(atoms), range(groups), range(numbers)):
-            offset = ((m * groups + group) * numbers + k) * self.config.threads * FLOAT_BYTES
+            offset = (
+                (((run.number * atoms + m) * groups + group) * numbers + k)
+                * self.config.threads
+                * FLOAT_BYTES
+            )
             add_float(address + Int64(offset), dq[k, group, m])
 
     # Results.

@@ -16,6 +16,7 @@ import sys
 
 import torch
 
+from flash4.sm80 import bwd_config
 from tests.gpu.fuzzing import compile_and_run, one_problem, parser_of, target, within
 from tests.gpu.gradients import DOUTS, GradientCase, is_built
 from tests.strategies import random_problems
@@ -113,7 +114,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dout", choices=DOUTS, default="contiguous", help="with --problem")
     parser.add_argument("--dlse", action="store_true", help="with --problem")
     parser.add_argument("--deterministic", action="store_true", help="with --problem")
+    parser.add_argument(
+        "--two-roles", action="store_true", help="Ampere's, for however few tiles of keys"
+    )
     options = parser.parse_args(arguments)
+    if options.two_roles:
+        if options.processes:
+            parser.error("--two-roles is for this process")
+        bwd_config.FEW_TILES = 0
     arch = target(options)
     if options.problem:
         flags = (options.dout, options.dlse, options.deterministic)

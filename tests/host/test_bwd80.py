@@ -19,7 +19,7 @@ from flash4.sim.explore import explore
 from flash4.sim.sm80_bwd import backward_machines, simulate_backward
 from flash4.sim.sm80_fwd import SMEM_LIMIT
 from flash4.sm80 import bwd_config
-from flash4.sm80.bwd_config import TWO_ROLES, BackwardConfig
+from flash4.sm80.bwd_config import OWN_KEYS, TWO_ROLES, BackwardConfig
 from flash4.sm80.fwd_config import CTA_RESERVED, SMEM_ALIGN
 from tests import strategies
 from tests.checks import assert_gradients_close
@@ -38,7 +38,8 @@ TINY = BackwardConfig(True, 32, 32, 32, False, warps=4, key_warps=4)
 
 
 def problem(head_dim, head_dim_v, **facts):
-    return AttentionProblem(torch.bfloat16, 1, 4096, 4096, 4, 2, head_dim, head_dim_v, **facts)
+    facts = {"batch": 2, "seqlen_q": 4096, "seqlen_k": 4096, "heads_q": 4, "heads_kv": 2} | facts
+    return AttentionProblem(torch.bfloat16, head_dim=head_dim, head_dim_v=head_dim_v, **facts)
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
@@ -61,8 +62,18 @@ def test_every_config_fits_its_card(card):
         ("SMALL", (256, 256), {}, None, "so little shared memory"),
         ("HOPPER", (256, 256), {"softcap": True}, None, "a cap"),
         ("HOPPER", (256, 256), {"deterministic": True}, None, "a fixed order of sums"),
-        ("HOPPER", (256, 256), {"mask_mod": 1}, None, "not built for mods"),
+        ("HOPPER", (256, 256), {"mask_mod": 1}, None, "of their own for mods"),
         ("HOPPER", (256, 160), {}, None, "160 columns, which are no multiple of 64"),
+        ("HOPPER", (128, 128), {"causal": True}, 2, "each of its own 32 keys"),
+        ("A100", (96, 72), {}, 2, "each of its own 32 keys"),
+        ("SMALL", (128, 128), {}, None, "so little shared memory"),
+        ("HOPPER", (128, 128), {"seqlen_k": 2048}, None, "64 tiles of keys"),
+        ("HOPPER", (128, 128), {"seqlen_k": 2049}, 2, "each of its own 32 keys"),
+        ("HOPPER", (128, 128), {"softcap": True}, None, "a cap"),
+        ("HOPPER", (64, 64), {"causal": True}, 2, "each of its own 32 keys"),
+        ("SMALL", (64, 40), {}, 2, "each of its own 32 keys"),
+        ("HOPPER", (32, 32), {}, None, "head dims up to 32"),
+        ("HOPPER", (64, 64), {"seqlen_k": 2048}, None, "64 tiles of keys"),
     ],
 )
 def test_two_roles_serve_what_they_can(card, dims, facts, stages, reason):
@@ -77,6 +88,45 @@ def test_a_score_mod_needs_its_derivative():
     facts = {"score_mod": 1, "aux": 0}
     assert "pass score_mod_bwd(" in bwd_config.A100.can_implement(problem(64, 64, **facts))
     assert bwd_config.A100.can_implement(problem(64, 64, **facts, score_mod_bwd=2)) is None
+
+
+@pytest.mark.parametrize(
+    ("dims", "facts", "runs"),
+    [
+        ((64, 64), {"alibi": True}, (1, 1, 1)),
+        ((128, 128), {}, (1, 2, 1)),
+        ((128, 128), {"alibi": True}, (2, 4, 1)),
+        ((192, 128), {}, (1, 2, 4)),
+        ((64, 64), {"ctas_per_sm": 2}, (4, 4, 4)),
+    ],
+)
+def test_runs_leave_registers(dims, facts, runs):
+    """Of dV's role without a mask and with one, and of dK's."""
+    config = BackwardConfig(True, *dims, causal=True, **(OWN_KEYS | facts))
+    assert tuple(len(config.runs(*x)) for x in ((0, False), (0, True), (1, False))) == runs
+    assert config.most_runs == max(runs)
+    for found in (config.runs(0, True), config.runs(1, False)):
+        assert [n for run in found for n in run.of(64)] == list(range(64))
+        assert [run.first for run in found] == [True] + [False] * (len(found) - 1)
+        assert [run.last for run in found] == [False] * (len(found) - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    ("dims", "facts", "tile"),
+    [
+        ((64, 64), {"deterministic": True}, (64, 3)),
+        ((64, 64), {"deterministic": True, "causal": True}, (64, 2)),
+        ((64, 64), {"softcap": True}, (64, 2)),
+        ((64, 64), {"seqlen_k": 2048}, (64, 2)),
+        ((32, 32), {"causal": True}, (64, 3)),
+        ((128, 128), {"softcap": True, "causal": True}, (64, 2)),
+        ((128, 128), {"softcap": True, "causal": True, "cu_q": True}, (32, 2)),
+    ],
+)
+def test_crowded_configs_have_more_registers(dims, facts, tile):
+    """(queries of a step, CTAs that share a multiprocessor) of one role."""
+    config, _ = bwd_config.HOPPER.choose_config(problem(*dims, **facts))
+    assert (config.tile_m, config.ctas_per_sm, config.two_roles) == (*tile, False)
 
 
 def shipped():
@@ -111,6 +161,9 @@ TILES = (
     {"warps": 8, "key_warps": 4, "tile_m": 64},
     TWO_ROLES,
     TWO_ROLES | {"stages": 1},
+    OWN_KEYS,
+    OWN_KEYS | {"stages": 1},
+    OWN_KEYS | {"tile_d": 192, "tile_dv": 128, "stages": 1},  # in runs
 )
 
 
@@ -125,9 +178,11 @@ def test_gradients_of_every_feature(problem, tile, deterministic, seed):
     tile = {"tile_m": 32, "stages": 2, "two_roles": False} | tile
     assume(bwd_config.query_warps(tile["tile_m"], config.tile_d, tile["warps"]))
     if tile["two_roles"]:
-        assume(bwd_config.two_roles_lack(replace(config, tile_d=64, tile_dv=64)) is None)
-        tile |= {name: -(-getattr(config, name) // 64) * 64 for name in ("tile_d", "tile_dv")}
+        assume(not (config.softcap or config.ordered or config.has_mods))
+        if tile["key_warps"] == TWO_ROLES["key_warps"]:
+            tile |= {x: -(-getattr(config, x) // 64) * 64 for x in ("tile_d", "tile_dv")}
     config = replace(config, **tile)
+    assume(config.tile_d >= problem.head_dim and config.tile_dv >= problem.head_dim_v)
     assume(config.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT)
     run(problem, config, seed)
 
@@ -239,6 +294,7 @@ def test_every_order_of_a_small_problem():
         ({"aux": 1}, "without a mod"),
         (TWO_ROLES | {"warps": 4}, "two roles need 8 warps"),
         (TWO_ROLES | {"tile_d": 128, "tile_dv": 96}, "96 columns of dK or dV cannot be shared out"),
+        (OWN_KEYS | {"tile_m": 128}, "P of 128 queries cannot be handed over"),
         ({"causal": True, "right": True}, "exclude each other"),
     ],
 )
