@@ -108,6 +108,9 @@ FEW = (
     (BACKWARD, "sm_86", 128, "packed"),
     (BACKWARD, "sm_80", 256, "causal"),
     (BACKWARD, "sm_90", 256, "full"),
+    (BACKWARD, "sm_90", 128, "window"),
+    (BACKWARD, "sm_86", 64, "full"),
+    (BACKWARD, "sm_90", 64, "turns"),
 )
 
 
