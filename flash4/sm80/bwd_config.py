@@ -26,7 +26,11 @@ CROWD, WIDE_CROWD = 2, 4
 FEW_TILES = 64  # of 128 keys: half of the multiprocessors of cards that hold them; half as wide ones are quicker
 MAX_HANDED = 64  # queries of one band, where what a warp has of P lies together
 LOOP_REGISTERS = 60  # that a step of two roles takes beside its sum and scores
-MASK_REGISTERS = 24  # that a mask takes beside them, and a bias as many
+HALF_REGISTERS, SIDE_REGISTERS = (
+    4,
+    2,
+)  # that P of float16 takes beside them, and each side of a window
+MASK_REGISTERS = 23  # that a mask takes beside them, and a bias as many
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,11 @@ class Run:
 
 
 WHOLE = Run(0, 1)
+
+
+def runs_of(count: int) -> tuple[Run, ...]:
+    """All runs of so many."""
+    return tuple(Run(number, count) for number in range(count))
 
 
 @dataclass(frozen=True)
@@ -188,7 +197,7 @@ class BackwardConfig(ModFacts, BackwardLaunch):
         return self.two_roles and self.keeps_p
 
     def runs(self, role: int, masked: bool) -> tuple[Run, ...]:
-        """Runs of queries in which one of two roles takes a step: as few as leave it registers.
+        """Runs of queries in which one of two roles takes a step: as few as leave it registers; two if nothing does.
 
         The rows of one operand are read for each of them. A lane has, of 32 keys, a column of its sum or of scores to a register.
         """
@@ -197,10 +206,15 @@ class BackwardConfig(ModFacts, BackwardLaunch):
         needed = (self.tile_dv, self.tile_d)[role] + LOOP_REGISTERS
         if role == 0:
             needed += MASK_REGISTERS * (masked + self.alibi)
+            needed += HALF_REGISTERS * (not self.bf16) + SIDE_REGISTERS * (self.left + self.right)
         counts = (1, 2, self.tile_m // DIM_PAIR)
         room = [n for n in counts if needed + self.tile_m // n <= self.registers]
-        count = room[0] if room else counts[-1]
-        return tuple(Run(number, count) for number in range(count))
+        return runs_of(room[0] if room else 2)
+
+    def runs_of_dq(self, role: int) -> tuple[Run, ...]:
+        """The same of dQ, which one of two roles multiplies beside its sum."""
+        wide = self.hands_over and (self.tile_dv, self.tile_d)[role] > JOINT_DIM
+        return runs_of(2 if wide and self.dq_shape[0] > ATOM_ROWS else 1)
 
     @property
     def crowded(self) -> bool:
@@ -213,12 +227,13 @@ class BackwardConfig(ModFacts, BackwardLaunch):
         """Whether verbs ask for the number of their lane anew: what follows from it would stay in registers around the loop.
 
         A step has more instructions so. Three CTAs that share a multiprocessor cannot do without, nor can P of float16 at head
-        dim 128, nor wider sums.
+        dim 128 without slopes, nor wider sums, nor, above head dim 128, crowded configs.
         """
         if not self.hands_over:
-            return self.ctas_per_sm > 2
+            wide = max(self.tile_d, self.tile_dv) > JOINT_DIM
+            return self.ctas_per_sm > 2 or role == 0 and wide and self.crowded
         size = (self.tile_dv, self.tile_d)[role]
-        return size > JOINT_DIM or role == 0 and size == JOINT_DIM and not self.bf16
+        return size > JOINT_DIM or role == 0 and size == JOINT_DIM and not (self.bf16 or self.alibi)
 
     @property
     def most_runs(self) -> int:
@@ -433,9 +448,10 @@ def tiles_for(config: BackwardConfig, two_roles: bool) -> list[dict]:
             tiles = [(32, 4, 4, 2, 2), (32, 4, 4, 2, 1)]
     else:  # a step's copies ahead pay only where a mask makes steps of different lengths
         tiles = [(64, 8, 4, 2, 1), (64, 8, 4, 1, 1)][:: 1 if config.causal else -1]
+        tiles = [] if config.crowded else tiles
         tiles += [(32, 8, 4, 2, 1), (32, 4, 2, 2, 1), (32, 4, 2, 1, 1)]
         if two_roles:
-            found = [TWO_ROLES | {"stages": stages} for stages in (2, 1)]
+            found = [TWO_ROLES | {"stages": stages} for stages in (2, 1)[config.crowded :]]
     names = ("tile_m", "warps", "key_warps", "stages", "ctas_per_sm")
     found += [dict(zip(names, tile, strict=True)) for tile in tiles]
     return [tile for tile in found if query_warps(tile["tile_m"], config.tile_d, tile["warps"])]

@@ -176,4 +176,9 @@ class TwoRolesOps(BackwardOps):
     def add_dq_of(self, tile, i):
         """Multiply this warp's part of dQ of a step, if there is one, and add it to the sums."""
         if i >= 0:
-            self.add_dq(tile, i, self.dq(i))
+            for run in self.config.runs_of_dq(self.role):
+                self.add_dq(tile, i, self.dq(i, run), run)
+                if (
+                    not run.last
+                ):  # or products of the next one would begin before these registers are free
+                    cute.arch.sync_warp()

@@ -1,4 +1,4 @@
-"""Schedule of the Ampere backward for head dims above 64: half of the warps keep dV, the others dK; see ``bwd_roles``.
+"""Schedule of the Ampere backward for head dims above 32: half of the warps keep dV, the others dK; see ``bwd_roles``.
 
 S^T and P^T are one half's, dP^T and dS^T the other's; P reaches the other half through shared memory, in 16 bit. A warp that
 has 32 keys of one product, and the same keys of one sum, or all keys of some of its columns, reads less shared memory than

@@ -34,6 +34,7 @@ FEATURES = (
     *({}, {"causal": True}, {"window_left": True, "softcap": True}, {"cu_q": True}),
     *({"mask_mod": 1}, {"score_mod": 1, "score_mod_bwd": 2}, {"mask_mod": 1, "aux": 1}),
 )
+CROWDED = {"window_left": True, "window_right": True, "alibi": True, "cu_k": True}
 TINY = BackwardConfig(True, 32, 32, 32, False, warps=4, key_warps=4)
 
 
@@ -63,6 +64,7 @@ def test_every_config_fits_its_card(card):
         ("HOPPER", (256, 256), {"softcap": True}, None, "a cap"),
         ("HOPPER", (256, 256), {"deterministic": True}, None, "a fixed order of sums"),
         ("HOPPER", (256, 256), {"mask_mod": 1}, None, "of their own for mods"),
+        ("HOPPER", (256, 256), CROWDED, 1, "beside the next step's copies"),
         ("HOPPER", (256, 160), {}, None, "160 columns, which are no multiple of 64"),
         ("HOPPER", (128, 128), {"causal": True}, 2, "each of its own 32 keys"),
         ("A100", (96, 72), {}, 2, "each of its own 32 keys"),
@@ -96,15 +98,19 @@ def test_a_score_mod_needs_its_derivative():
         ((64, 64), {"alibi": True}, (1, 1, 1)),
         ((128, 128), {}, (1, 2, 1)),
         ((128, 128), {"alibi": True}, (2, 4, 1)),
-        ((192, 128), {}, (1, 2, 4)),
-        ((64, 64), {"ctas_per_sm": 2}, (4, 4, 4)),
+        ((128, 128), {"bf16": False}, (1, 2, 1)),
+        ((128, 128), {"bf16": False, "left": True}, (2, 2, 1)),
+        ((192, 128), {}, (1, 2, 2)),
+        ((64, 64), {"ctas_per_sm": 2}, (2, 2, 2)),
     ],
 )
 def test_runs_leave_registers(dims, facts, runs):
     """Of dV's role without a mask and with one, and of dK's."""
-    config = BackwardConfig(True, *dims, causal=True, **(OWN_KEYS | facts))
+    facts = {"bf16": True, "causal": True} | OWN_KEYS | facts
+    config = BackwardConfig(tile_d=dims[0], tile_dv=dims[1], **facts)
     assert tuple(len(config.runs(*x)) for x in ((0, False), (0, True), (1, False))) == runs
     assert config.most_runs == max(runs)
+    assert [len(config.runs_of_dq(role)) for role in (0, 1)] == [1, 1 + (dims[0] > 128)]
     for found in (config.runs(0, True), config.runs(1, False)):
         assert [n for run in found for n in run.of(64)] == list(range(64))
         assert [run.first for run in found] == [True] + [False] * (len(found) - 1)
@@ -121,6 +127,8 @@ def test_runs_leave_registers(dims, facts, runs):
         ((32, 32), {"causal": True}, (64, 3)),
         ((128, 128), {"softcap": True, "causal": True}, (64, 2)),
         ((128, 128), {"softcap": True, "causal": True, "cu_q": True}, (32, 2)),
+        ((256, 256), {"softcap": True, "causal": True}, (64, 1)),
+        ((256, 256), {"softcap": True, "causal": True, "cu_q": True}, (32, 1)),
     ],
 )
 def test_crowded_configs_have_more_registers(dims, facts, tile):
