@@ -13,7 +13,7 @@ Per step, one block of 128 queries of one head, while ``compute`` works on P and
 in ``bwd_graph``, schedule in ``bwd_roles`` and ``bwd_pair_roles``, its verbs in ``bwd_ops`` and ``bwd_math``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -41,6 +41,7 @@ from flash4.sm100.bwd_config import (
     BackwardConfig,
 )
 from flash4.sm100.bwd_ends import (
+    NEVER,
     Bytes,
     ComputeEnds,
     Consumer,
@@ -90,11 +91,12 @@ SAME = {"kt": "k", "qt": "q", "dot": "do"}
 class Memory:
     """What all roles share."""
 
+    first: object  # pointer to all of it
     base: dict  # name of a buffer -> pointer
     full: dict  # name of a ring -> barriers
-    empty: dict
+    empty: dict  # of those that have such a side
     barriers: dict  # name of a signal -> barrier
-    tmem: object
+    tmem: object = None
 
 
 class BackwardSm100:
@@ -235,29 +237,30 @@ class BackwardSm100:
         if cutlass.const_expr(c.chained):
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()  # statistics, sums and counters are there
-        tiles = (memory, run_time, grid, section, seqlens)
+        tiles = (run_time, grid, section, seqlens)
         if cutlass.const_expr(c.varlen):
             if warp == FINDING_WARP:
                 number, _, _ = cute.arch.block_idx()
-                self._tiles(*tiles).find(thread, number // self.config.team)
+                self._tiles(memory, *tiles).find(thread, number // self.config.team)
             cute.arch.sync_threads()
         compute, reduce, mma = (graph.role(name) for name in ("compute", "reduce", "mma"))
         if warp >= mma.warps.start:
             cute.arch.setmaxregister_decrease(mma.registers)
             if warp == graph.role("load").warps.start:
-                self._run_load(memory, self._tiles(*tiles), operands, run_time)
+                self._run_load(memory, self._tiles(memory, *tiles), operands, run_time)
             if warp == mma.warps.start:
-                self._run_mma(memory, self._tiles(*tiles))
+                self._run_mma(memory, self._tiles(memory, *tiles))
             if cutlass.const_expr(c.ctas > 1):
                 if warp == graph.role("relay").warps.start:
-                    self._run_relay(memory, self._tiles(*tiles))
-        if (warp >= compute.warps.start) & (warp < compute.warps.stop):
+                    self._run_relay(memory, self._tiles(memory, *tiles))
+        elif warp >= compute.warps.start:
             cute.arch.setmaxregister_increase(compute.registers)
-            at = warp - compute.warps.start
-            self._run_compute(memory, self._tiles(*tiles), operands, run_time, at, thread)
-        if warp < reduce.warps.stop:
+            at, own = warp - compute.warps.start, self._own(memory, section)
+            self._run_compute(own, self._tiles(own, *tiles), operands, run_time, at, thread)
+        else:
             self._set_registers(reduce.registers)
-            self._run_reduce(memory, self._tiles(*tiles), run_time, warp, thread)
+            own = self._own(memory, section)
+            self._run_reduce(own, self._tiles(own, *tiles), run_time, warp, thread)
         if cutlass.const_expr(c.ctas > 1):  # neither CTA ends before the other is through with it
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -301,17 +304,8 @@ class BackwardSm100:
     def _allocate(self, warp):
         """Shared memory, barriers and tensor memory; all threads meet here."""
         graph, smem, c = self.graph, SmemAllocator(), self.config
-        base = {
-            b.name: smem.allocate(b.nbytes, byte_alignment=min(SMEM_ALIGN, b.nbytes))
-            for b in graph.buffers
-        }
-        full = {r.name: smem.allocate_array(Int64, r.stages) for r in graph.rings}
-        empty = {
-            r.name: smem.allocate_array(Int64, r.stages) if r.releases else None
-            for r in graph.rings
-        }
-        barriers = {s.name: smem.allocate_array(Int64, 1) for s in graph.signals}
-        self._init_barriers(warp, self._counts(full, empty, barriers))
+        memory = self._memory(smem.allocate(graph.placed_bytes, byte_alignment=SMEM_ALIGN))
+        self._init_barriers(warp, self._counts(memory))
         users = [role.threads for role in graph.roles if role.name in ("mma", "compute", "reduce")]
         tmem = TmemAllocator(
             smem.allocate_array(Int32, 1),
@@ -323,19 +317,39 @@ class BackwardSm100:
         ctas = cute.make_layout((c.ctas, 1))
         pipeline.pipeline_init_arrive(ctas)
         pipeline.pipeline_init_wait(ctas)
-        return Memory(base, full, empty, barriers, tmem)
+        return replace(memory, tmem=tmem)
 
-    def _counts(self, full, empty, barriers):
+    def _memory(self, first, tmem=None):
+        """Buffers and barriers behind one another from a pointer on."""
+        places = self.graph.places()
+
+        def barriers(kind):
+            found = {name: at for (of, name), at in places.items() if of == kind}
+            return {name: cute.recast_ptr(first + at, dtype=Int64) for name, at in found.items()}
+
+        base = {buffer.name: first + places["buffer", buffer.name] for buffer in self.graph.buffers}
+        return Memory(first, base, barriers("full"), barriers("empty"), barriers("signal"), tmem)
+
+    def _counts(self, memory):
         """(barrier, arrivals of a phase) of all barriers."""
         found = []
         for ring in self.graph.rings:
             for i in range(ring.stages):
-                found.append((full[ring.name] + i, 1))
+                found.append((memory.full[ring.name] + i, 1))
                 if ring.releases:
-                    found.append((empty[ring.name] + i, ring.releases))
+                    found.append((memory.empty[ring.name] + i, ring.releases))
         for signal in self.graph.signals:
-            found.append((barriers[signal.name], signal.arrivals(self.config.ctas)))
+            found.append((memory.barriers[signal.name], signal.arrivals(self.config.ctas)))
         return found
+
+    def _own(self, memory, section):
+        """Memory at a base that ptxas takes for another one, so that it need not be in the same register in all roles.
+
+        Such a register is one of those that a CTA is launched with: where a role has no more than these for what it
+        holds, the base would be in local memory in all roles.
+        """
+        nothing = cute.assume(section >> NEVER, SMEM_ALIGN)
+        return self._memory(memory.first + nothing, memory.tmem)
 
     @cute.jit
     def _init_barriers(self, warp, counts: cutlass.Constexpr):
@@ -394,7 +408,9 @@ class BackwardSm100:
             self._smem(memory, names), self._floats(memory, "stat", layout),
         )  # fmt: skip
         ends = {
-            ring.name: Producer(ring, memory.full[ring.name], memory.empty[ring.name], c.ctas, rank)
+            ring.name: Producer(
+                ring, memory.full[ring.name], memory.empty.get(ring.name), c.ctas, rank
+            )
             for ring in self.graph.rings
         }
         if c.ctas > 1:

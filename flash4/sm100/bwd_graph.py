@@ -221,6 +221,21 @@ class Graph:
             found[b.name], at = at, at + b.nbytes
         return found
 
+    def places(self) -> dict[tuple[str, str], int]:
+        """("buffer", "full", "empty" or "signal", name) -> its first byte; barriers lie behind all buffers."""
+        found = {("buffer", name): at for name, at in self.addresses().items()}
+        rings = [(side, r.name, r.stages) for side in ("full", "empty") for r in self.rings]
+        counted = [x for x in rings if x[0] == "full" or self.ring(x[1]).releases]
+        at = sum(b.nbytes for b in self.buffers)
+        for kind, name, count in (*counted, *(("signal", s.name, 1) for s in self.signals)):
+            found[kind, name], at = at, at + count * BARRIER_BYTES
+        return found
+
+    @property
+    def placed_bytes(self) -> int:
+        """Bytes of all buffers and barriers that have a place."""
+        return max(self.places().values()) + BARRIER_BYTES
+
     def diagram(self) -> str:
         """One line per ring, then one per signal with what frees it."""
         lines = []

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from flash4.common.mod_facts import lacks_derivative
+from flash4.common.mod_facts import fields_of_mods, lacks_derivative
 from flash4.sm100.bwd_config import (
     EXPONENTIALS,
     FLOAT_BYTES,
@@ -12,20 +12,13 @@ from flash4.sm100.bwd_config import (
     SMEM_CYCLES,
     BackwardConfig,
 )
-from flash4.sm100.bwd_config import MAX_HEAD_DIM as NARROW_HEAD_DIM
 from flash4.sm100.bwd_graph import CHUNK, ROWS, Ring, Signal, TmemMap
 from flash4.sm100.fwd_config import COLUMN_STEP, ELEMENT_BYTES
 from flash4.sm100.fwd_graph import THREADS, TMEM_COLUMNS
 
 MAX_HEAD_DIM = 256
 PIECE_NUMBERS = 2048  # of dQ that leave at a time
-FEW_REGISTERS = (128, 144, 96)  # where a thread of reduce holds 64 numbers
-
-# Features of a call whose gradients are not built here: field of the problem -> what to ask for instead.
-UNBUILT = {
-    "score_mod": "leave score_mod at None",
-    "mask_mod": "leave mask_mod at None",
-}
+FEW_REGISTERS = (112, 152, 96)  # where a thread of reduce holds 64 numbers
 
 
 @dataclass(frozen=True)
@@ -110,14 +103,13 @@ class WideBackwardConfig(BackwardConfig):
     dq_turned = True  # sums of dQ lie as lanes of tensor memory have dQ^T
 
     def __post_init__(self):
+        self.check_mods()
         for name, least in (("tile_d", ROWS), ("tile_dv", COLUMN_STEP)):
             size = getattr(self, name)
             if size % COLUMN_STEP or not least <= size <= MAX_HEAD_DIM:
                 raise ValueError(
                     f"{name} is {size}; supported are multiples of {COLUMN_STEP} from {least} to {MAX_HEAD_DIM}"
                 )
-        if self.has_mods or self.aux:
-            raise ValueError("mods are not built for head dims above 128")
         if self.ctas != 1:
             raise ValueError(f"ctas is {self.ctas}: pairs are not built for head dims above 128")
         if self.splits not in (1, 2):
@@ -213,7 +205,12 @@ class WideBackwardConfig(BackwardConfig):
 
     @property
     def run(self) -> int:
-        """See ``BackwardConfig``: all, with every feature that is built."""
+        """See ``BackwardConfig``: all without mods; a score_mod's by two runs at least, which hides the first P from the second."""
+        changed, crowded = self.alibi or self.softcap, self.part_d > ROWS
+        if self.has_mods and crowded and (self.aux or changed):
+            return self.queries // 4
+        if self.score_mod or self.has_mods and (self.aux or changed):
+            return self.queries // 2
         return self.queries
 
     @property
@@ -243,11 +240,8 @@ class WideBackwardConfig(BackwardConfig):
 def can_implement(problem) -> str | None:
     """Why this kernel cannot run the backward of a problem, or None if it can."""
     obstacle = lacks_derivative(problem)
-    if obstacle is not None and max(problem.head_dim, problem.head_dim_v) <= NARROW_HEAD_DIM:
-        return obstacle  # all that the other kernel lacks
-    for name, instead in UNBUILT.items():
-        if getattr(problem, name):
-            return f"gradients with {name} are not built yet for head dims above 128; {instead}"
+    if obstacle is not None:
+        return obstacle
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size > MAX_HEAD_DIM:
             return f"takes {name} up to {MAX_HEAD_DIM}, not {size}"
@@ -283,6 +277,7 @@ def choose_config(problem) -> tuple[WideBackwardConfig, tuple[str, ...]]:
         used_q=problem.used_q,
         used_k=problem.used_k,
         splits=splits,
+        **fields_of_mods(problem),
     )
     if splits == 1:
         shared = f"one CTA for each tile: dK and dV take {tile_d + tile_dv} of {TMEM_COLUMNS} columns of tensor memory, which leaves room for 64 queries"

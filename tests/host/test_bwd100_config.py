@@ -6,10 +6,13 @@ from itertools import product
 import pytest
 import torch
 
+from flash4.common.graph import BARRIER_BYTES
 from flash4.common.kv_tiles import KvTileSchedule
 from flash4.dispatch import backward_section, plan_backward
 from flash4.problem import AttentionProblem
 from flash4.sm100.bwd_config import BackwardConfig, can_implement, choose_config
+from flash4.sm100.bwd_wide_config import WideBackwardConfig
+from flash4.sm100.fwd_config import SMEM_ALIGN
 
 SIZES = (torch.bfloat16, 4, 8192, 8192, 16, 16)
 MODS = {"score_mod": 1, "score_mod_bwd": 2, "mask_mod": 3}
@@ -52,6 +55,36 @@ def test_registers_and_runs_of_any_config():
             queries = config.queries
             assert config.run in (queries, queries // 2, queries // 4, queries // 8)
             assert config.run < queries or not config.score_mod, "P is made twice by runs alone"
+
+
+NARROW, WIDE = (
+    (
+        BackwardConfig(True, 128, 64, True, cu_q=True),
+        BackwardConfig(True, 128, 128, False, ctas=2),
+    ),
+    (
+        WideBackwardConfig(True, 192, 128, True, cu_k=True),
+        WideBackwardConfig(True, 256, 256, True, splits=2),
+    ),
+)
+
+
+@pytest.mark.parametrize("config", [*NARROW, *WIDE], ids=lambda c: f"{c.tile_d}/{c.tile_dv}")
+def test_buffers_and_barriers_have_places(config):
+    """One behind the other, aligned as TMA and swizzles ask, of the memory that the graph says."""
+    graph = config.graph
+    sizes = {("buffer", b.name): b.nbytes for b in graph.buffers}
+    sizes |= {("full", r.name): BARRIER_BYTES * r.stages for r in graph.rings}
+    sizes |= {("empty", r.name): BARRIER_BYTES * r.stages for r in graph.rings if r.releases}
+    sizes |= {("signal", s.name): BARRIER_BYTES for s in graph.signals}
+    places = graph.places()
+    assert places.keys() == sizes.keys()
+    for (kind, name), at in places.items():
+        asked = min(SMEM_ALIGN, sizes[kind, name]) if kind == "buffer" else BARRIER_BYTES
+        assert at % asked == 0, name
+    ranges = sorted((at, at + sizes[name]) for name, at in places.items())
+    assert [end for _, end in ranges[:-1]] == [at for at, _ in ranges[1:]] and ranges[0][0] == 0
+    assert ranges[-1][1] == graph.placed_bytes < graph.smem_bytes
 
 
 @pytest.mark.parametrize(("ctas", "ordered"), [*product((1, 2), (False, True))])

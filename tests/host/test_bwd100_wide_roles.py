@@ -4,18 +4,15 @@ As a script, with more random problems: ``python -m tests.host.test_bwd100_wide_
 problems whose dQ is summed in a fixed order.
 """
 
-import argparse
 import json
 import random
-import time
 from dataclasses import replace
 from pathlib import Path
 
-import hypothesis
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash4.dispatch import gradient_obstacle, plan_backward
@@ -29,6 +26,7 @@ from flash4.sim.mutants import (
     sm100_bwd_wide_mutants,
 )
 from flash4.sim.sm100_bwd_wide import WideVariation, simulate_wide_backward
+from flash4.sm100.bwd_graph import CHUNK, ROWS
 from flash4.sm100.bwd_wide_config import (
     WideBackwardConfig,
     can_implement,
@@ -37,10 +35,12 @@ from flash4.sm100.bwd_wide_config import (
 )
 from tests import strategies
 from tests.checks import assert_gradients_close
+from tests.host.random_runs import arguments_of, check_random
 from tests.host.test_bwd90_roles import Case, lengths
 from tests.host.test_bwd90_sequences import PROBLEMS, arrays_of
 from tests.host.test_bwd100_roles import other_facts
 
+SCORE, MASK = {"score_mod": 1, "score_mod_bwd": 2}, {"mask_mod": 3}
 DIMS = ((192, 128), (256, 256), (160, 160), (256, 128), (128, 256), (136, 8), (256, 64), (8, 192))
 
 
@@ -111,23 +111,20 @@ def test_who_gets_it(arch):
         assert whole.passes[1].dq_turned == (max(dims) > 128)
 
 
-def test_mods_are_refused():
-    facts = AttentionProblem(torch.bfloat16, 1, 64, 64, 1, 1, 256, 256, False, score_mod=1)
-    assert "score_mod are not built yet for head dims above 128" in can_implement(facts)
-    with pytest.raises(NotImplementedError, match="leave score_mod at None"):
-        plan_backward(facts, "sm_100a", 148)
-    for mods in ({"mask_mod": 1}, {"score_mod": 1, "score_mod_bwd": 2}):
-        facts = replace(facts, **{"score_mod": 0} | mods)
-        assert f"gradients with {next(iter(mods))} are not built" in can_implement(facts)
-        with pytest.raises(ValueError, match="mods are not built for head dims above 128"):
-            WideBackwardConfig(True, 256, 256, False, splits=2, **mods)
-
-
-def test_narrow_heads_are_told_what_they_lack():
-    """Not that mods are not built: they are, in the other kernel."""
-    facts = AttentionProblem(torch.bfloat16, 1, 64, 64, 1, 1, 64, 64, False, score_mod=1)
+@pytest.mark.parametrize("dims", [(64, 64), (256, 256)])
+def test_calls_are_told_what_they_lack(dims):
+    """The same by both kernels."""
+    facts = AttentionProblem(torch.bfloat16, 1, 64, 64, 1, 1, *dims, False, score_mod=1)
     assert "pass score_mod_bwd" in gradient_obstacle(facts, "sm_100a")
+    with pytest.raises(NotImplementedError, match="pass score_mod_bwd"):
+        plan_backward(facts, "sm_100a", 148)
     assert gradient_obstacle(replace(facts, score_mod_bwd=1), "sm_100a") is None
+
+
+@pytest.mark.parametrize("fields", [{"score_mod": 1}, {"score_mod_bwd": 1}, {"aux": 1}])
+def test_mods_go_together(fields):
+    with pytest.raises(ValueError, match="score_mod and score_mod_bwd|aux without a mod"):
+        WideBackwardConfig(True, 256, 256, False, splits=2, **fields)
 
 
 def test_a_section_counts_the_ctas_of_a_tile():
@@ -196,20 +193,54 @@ def wide_problem(name: str, dims):
     return replace(PROBLEMS[name], head_dim=dims[0], head_dim_v=dims[1])
 
 
-def run_sequences(problem, seed=0, workers=2, deterministic=False):
-    """Simulate sequences of different lengths and check them."""
+def run_call(problem, seed=0, workers=2, deterministic=False):
+    """Simulate any call of the public functions with the config that it would get, and check it; returns both."""
     shapes, keywords = problem.shapes, problem.keywords("meta")
     facts = AttentionProblem.of_call(
         *shapes, options_of(*shapes, deterministic=deterministic, **keywords)
     )
     config = plan_backward(facts, "sm_100a", 148).config
-    assert config.varlen and isinstance(config, WideBackwardConfig)
+    assert isinstance(config, WideBackwardConfig)
     inputs, keywords = problem.tensors(seed=seed), problem.keywords()
     arrays, options, dout = arrays_of(problem, inputs, seed)
     results = simulate_wide_backward(config, arrays, options, workers, seed)
     grads = [torch.from_numpy(x).to(problem.dtype) for x in results]
     assert_gradients_close(grads, inputs, dout, **keywords)
-    return results
+    return config, results
+
+
+MODS = {
+    "score": {"score_mod": "bent", "causal": True},
+    "mask": {"mask_mod": "dilated", "alibi": "by head"},
+    "cap, tensors": {"score_mod": "heads", "mask_mod": "documents", "softcap": 3.0},
+    "window": {"score_mod": "bent", "mask_mod": "dilated", "window_size": (60, 40)},
+    "sequences": {
+        "score_mod": "relative", "mask_mod": "documents", "causal": True, "sink": 1.0,
+        "lengths_q": (70, 0, 90), "lengths_k": (150, 40, 60), "around": (3, 5),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256)])
+@pytest.mark.parametrize("name", MODS)
+def test_mods(name, dims):
+    """Of one CTA, and of two that share the columns; some by turns."""
+    sizes = {"head_dim": dims[0], "head_dim_v": dims[1], "seqlen_q": 100, "seqlen_k": 200}
+    problem = strategies.Problem(**sizes, ratio=2, dtype=torch.bfloat16, **MODS[name])
+    config, _ = run_call(problem, len(name), deterministic=name == "window")
+    assert config.has_mods and config.splits == 1 + (dims == (256, 256))
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256), (128, 256)])
+def test_runs_of_queries_are_a_threads(dims):
+    """A score_mod's by two at least, so that P is made anew; fewer at a time where registers are few."""
+    runs = {}
+    for facts in ({}, MASK, SCORE, SCORE | {"softcap": True}, SCORE | MASK | {"aux": 1}):
+        config = config_for(*dims, **facts)
+        runs[tuple(facts)] = config.queries // config.run
+        assert config.queries == CHUNK and config.run * runs[tuple(facts)] == CHUNK
+    few = 4 if config.part_d > ROWS else 2
+    assert list(runs.values()) == [1, 1, 2, few, few]
 
 
 @pytest.mark.parametrize(
@@ -217,28 +248,43 @@ def run_sequences(problem, seed=0, workers=2, deterministic=False):
     [("all", (192, 128)), ("packed, causal", (256, 256)), ("in use", (256, 128))],
 )
 def test_sequences(name, dims):
-    run_sequences(wide_problem(name, dims), workers=3)
+    config, _ = run_call(wide_problem(name, dims), workers=3)
+    assert config.varlen
 
 
 def test_turns_of_sequences_give_the_same_bits():
     problem = wide_problem("causal window", (256, 256))
-    results = [run_sequences(problem, 0, workers, True) for workers in (1, 3)]
+    results = [run_call(problem, 0, workers, True)[1] for workers in (1, 3)]
     assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True))
 
 
-WIDE_SEQUENCES = strategies.problems(max_seqlen=150, max_scores=2**14).filter(
-    lambda p: p.varlen and all(x.numel() for x in p.shapes)
-)
+def widened(problem, dims):
+    """The same call with other head dims."""
+    return replace(problem, head_dim=dims[0], head_dim_v=dims[1])
+
+
+CALLS = st.builds(
+    widened, strategies.problems(max_seqlen=150, max_scores=2**14), st.sampled_from(DIMS)
+).filter(lambda problem: all(x.numel() for x in problem.shapes) and problem.scores)
+
+
+def run_random(problem, seed):
+    """Simulate a case or a call, those by as many CTAs and in such an order as its seed says; returns its config."""
+    if isinstance(problem, Case):
+        return run(problem, seed)
+    return run_call(problem, seed, 1 + seed % 4, bool(seed % 2))[0]
+
+
+@settings(max_examples=5)
+@given(CALLS, st.integers(0, 2**16))
+def test_calls_of_every_feature(problem, seed):
+    run_random(problem, seed)
 
 
 @settings(max_examples=3)
-@given(WIDE_SEQUENCES, st.sampled_from(DIMS), st.integers(0, 2**16))
-def test_random_sequences(problem, dims, seed):
-    problem = replace(problem, head_dim=dims[0], head_dim_v=dims[1])
-    keywords = problem.keywords("meta")
-    facts = AttentionProblem.of_call(*problem.shapes, options_of(*problem.shapes, **keywords))
-    hypothesis.assume(problem.scores and can_implement(facts) is None)
-    run_sequences(problem, seed, 1 + seed % 4, bool(seed % 2))
+@given(CALLS.filter(lambda problem: problem.varlen), st.integers(0, 2**16))
+def test_random_sequences(problem, seed):
+    run_random(problem, seed)
 
 
 KEPT = SM100_WIDE_BACKWARD_PROBLEMS[0]
@@ -288,27 +334,12 @@ def test_others_are_reported(name, jury):
 
 
 def main():
-    """Run random (problem, seed) pairs; a failure is shrunk and raised."""
-    options = argparse.ArgumentParser(description=main.__doc__)
-    options.add_argument("--n", type=int, default=300)
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--ordered", action="store_true")
-    arguments = options.parse_args()
-    torch.set_num_threads(1)
-    runs, start = [], time.perf_counter()
-
-    @hypothesis.seed(arguments.seed)
-    @settings(
-        max_examples=arguments.n, database=None, deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    @given(cases(True) if arguments.ordered else cases(), st.integers(0, 2**16))
-    def check(case, seed):
-        runs.append(same_bits(case, seed) if arguments.ordered else run(case, seed))
-
-    check()
-    seconds = time.perf_counter() - start
-    print(f"{len(runs)} runs of {len(set(runs))} configs, no alarm, right, {seconds:.0f} s")
+    """Run random (problem, seed) pairs, of configs and of calls; a failure is shrunk and raised."""
+    arguments = arguments_of(main.__doc__, ordered="cases whose dQ is summed in a fixed order")
+    if arguments.ordered:
+        check_random(arguments, ((cases(True), same_bits),), "the same bits")
+    else:
+        check_random(arguments, ((st.one_of(cases(), CALLS), run_random),))
 
 
 if __name__ == "__main__":
