@@ -219,9 +219,14 @@ class BackwardConfig(ModFacts, BackwardLaunch):
     @property
     def crowded(self) -> bool:
         """Whether features hold so many registers around a loop that a thread gets more of them, or less to do."""
+        narrow = max(self.tile_d, self.tile_dv) <= JOINT_DIM // 2
+        return self.held >= (CROWD if narrow else WIDE_CROWD)
+
+    @property
+    def held(self) -> int:
+        """How many features hold registers around a loop, a cap as many as two."""
         masks = (self.causal, self.left, self.right)
-        held = sum((*masks, CROWD * self.softcap, self.alibi, self.ordered, self.varlen))
-        return held >= (CROWD if max(self.tile_d, self.tile_dv) <= JOINT_DIM // 2 else WIDE_CROWD)
+        return sum((*masks, 2 * self.softcap, self.alibi, self.ordered, self.varlen))
 
     def asks_for_lanes(self, role: int = 0) -> bool:
         """Whether verbs ask for the number of their lane anew: what follows from it would stay in registers around the loop.
@@ -231,7 +236,7 @@ class BackwardConfig(ModFacts, BackwardLaunch):
         """
         if not self.hands_over:
             wide = max(self.tile_d, self.tile_dv) > JOINT_DIM
-            return self.ctas_per_sm > 2 or role == 0 and wide and self.crowded
+            return self.ctas_per_sm > 2 or role == 0 and wide and (self.crowded or self.has_mods)
         size = (self.tile_dv, self.tile_d)[role]
         return size > JOINT_DIM or role == 0 and size == JOINT_DIM and not (self.bf16 or self.alibi)
 
@@ -427,6 +432,7 @@ def _why_roles(config: BackwardConfig, lack: str | None) -> str:
     return f"every warp keeps some of dK and of dV: no roles of their own for {lack}"
 
 
+SHORT_STEPS = [(32, 4, 4, 2, 2), (32, 4, 4, 2, 1)]  # as in ``tiles_for``
 TWO_ROLES = {"tile_m": 64, "warps": 8, "key_warps": 2, "two_roles": True}
 OWN_KEYS = TWO_ROLES | {"key_warps": 4}
 
@@ -442,10 +448,11 @@ def tiles_for(config: BackwardConfig, two_roles: bool) -> list[dict]:
         tiles = [(64, 4, 4, 2, 3), (64, 4, 4, 2, 2), (64, 4, 4, 2, 1)]
         if config.crowded or wide > NARROW_DIM and not config.ordered:  # or few: none shares
             tiles = tiles[1:]
+        tiles = SHORT_STEPS if _in_pairs(config) >= WIDE_CROWD else tiles
     elif wide <= JOINT_DIM:
         tiles = [(64, 4, 4, 2, 2), (64, 8, 8, 2, 1), (32, 4, 4, 2, 1)]
-        if config.crowded:
-            tiles = [(32, 4, 4, 2, 2), (32, 4, 4, 2, 1)]
+        if _in_pairs(config) >= WIDE_CROWD - 1:
+            tiles = [*tiles[:1], *SHORT_STEPS][_in_pairs(config) >= WIDE_CROWD :]
     else:  # a step's copies ahead pay only where a mask makes steps of different lengths
         tiles = [(64, 8, 4, 2, 1), (64, 8, 4, 1, 1)][:: 1 if config.causal else -1]
         tiles = [] if config.crowded else tiles
@@ -457,6 +464,11 @@ def tiles_for(config: BackwardConfig, two_roles: bool) -> list[dict]:
     return [tile for tile in found if query_warps(tile["tile_m"], config.tile_d, tile["warps"])]
 
 
+def _in_pairs(config: BackwardConfig) -> int:
+    """What one role holds, where a warp has dK and dV of 16 keys: some features take more together than each alone."""
+    return config.held + 2 * (config.left and config.right) + (config.softcap and config.alibi)
+
+
 def _tiles_of_mods(config: BackwardConfig) -> list[tuple]:
     """As there: two warps share keys, so that registers hold what mods load and compute for many pairs at once.
 
@@ -464,8 +476,10 @@ def _tiles_of_mods(config: BackwardConfig) -> list[tuple]:
     """
     columns, crowded = config.tile_d + config.tile_dv, config.aux or config.varlen
     shorter = [(32, 8, 4, 2, 1), (32, 4, 2, 2, 1)]
-    if columns > 448 or columns > 384 and crowded:
-        tiles = [(32, 8, 4, 1, 1)] if crowded else shorter
+    if columns > 256 and crowded:
+        tiles = [(32, 8, 4, 1, 1)]
+    elif columns > 448:
+        tiles = shorter
     elif columns > 320 or config.tile_d > 192:
         tiles = [(64, 8, 4, 1, 1), *shorter]
     else:
