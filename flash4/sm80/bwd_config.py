@@ -26,10 +26,7 @@ CROWD, WIDE_CROWD = 2, 4
 FEW_TILES = 64  # of 128 keys: half of the multiprocessors of cards that hold them; half as wide ones are quicker
 MAX_HANDED = 64  # queries of one band, where what a warp has of P lies together
 LOOP_REGISTERS = 60  # that a step of two roles takes beside its sum and scores
-HALF_REGISTERS, SIDE_REGISTERS = (
-    4,
-    2,
-)  # that P of float16 takes beside them, and each side of a window
+HALF_REGISTERS, SIDE_REGISTERS = 4, 2  # and P of float16, and each side of a window
 MASK_REGISTERS = 23  # that a mask takes beside them, and a bias as many
 
 
@@ -212,8 +209,11 @@ class BackwardConfig(ModFacts, BackwardLaunch):
         return runs_of(room[0] if room else 2)
 
     def runs_of_dq(self, role: int) -> tuple[Run, ...]:
-        """The same of dQ, which one of two roles multiplies beside its sum."""
-        wide = self.hands_over and (self.tile_dv, self.tile_d)[role] > JOINT_DIM
+        """The same of dQ, which one of two roles multiplies beside its sum, and one role beside both and what mods need."""
+        size = (self.tile_dv, self.tile_d)[role]
+        if not self.two_roles:
+            size = max(self.tile_d, self.tile_dv)
+        wide = (self.hands_over or self.has_mods) and size > JOINT_DIM
         return runs_of(2 if wide and self.dq_shape[0] > ATOM_ROWS else 1)
 
     @property

@@ -294,9 +294,10 @@ class BackwardOps:
                 b_atom = ldmatrix(element(c), at + step * KEY_STEP * rows.row_bytes, True)
                 multiply(c, acc, atoms, b_atom, 2 * number)
 
-    def dq(self, i=0, run=WHOLE):
-        """This warp's part of dQ = dS K, or a run of its queries."""
+    def dq(self, i=0, run=None):
+        """A run of the queries of this warp's part of dQ = dS K; the first, which may be all, if none is given."""
         c, lane = self.config, self.lane
+        run = c.runs_of_dq(0)[0] if run is None else run
         queries, columns = c.dq_shape
         rows_ds, rows_k = c.rows("ds"), c.rows("k")
         atoms = run.of(queries // ATOM_ROWS)
@@ -461,8 +462,16 @@ class BackwardOps:
         turns = self.run_time.turns[where.entry_q, head, where.slot_q + block, None]
         return turns.iterator.toint()
 
-    def add_dq(self, tile, i, dq, run=WHOLE):
-        """Sums += dQ, for the queries of step ``i``; see ``fragments.warp_dq_place`` for their order."""
+    def add_dq(self, tile, i, dq):
+        """Sums += dQ, for the queries of step ``i``: of the first run, and of the others, which are multiplied now."""
+        first, *others = self.config.runs_of_dq(0)
+        self.add_run(tile, i, dq, first)
+        for run in others:
+            cute.arch.sync_warp()  # or their products would begin before the registers are free
+            self.add_run(tile, i, self.dq(i, run), run)
+
+    def add_run(self, tile, i, dq, run):
+        """Sums += a run of dQ; see ``fragments.warp_dq_place`` for their order."""
         (block, head), where = self.tiles.place(tile, i), self.tiles.where(tile)
         entry = numerics.opaque(
             where.entry_q

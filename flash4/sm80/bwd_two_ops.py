@@ -177,7 +177,7 @@ class TwoRolesOps(BackwardOps):
         """Multiply this warp's part of dQ of a step, if there is one, and add it to the sums."""
         if i >= 0:
             for run in self.config.runs_of_dq(self.role):
-                self.add_dq(tile, i, self.dq(i, run), run)
+                self.add_run(tile, i, self.dq(i, run), run)
                 if (
                     not run.last
                 ):  # or products of the next one would begin before these registers are free
