@@ -31,6 +31,7 @@ class Step:
         i: number of the step.
         masked: whether there is a mask.
         columns: which of the step's queries.
+        hides_all: whether the kernel hides all of them, whatever else it knows.
     """
 
     call: object
@@ -39,6 +40,7 @@ class Step:
     i: int
     masked: bool
     columns: object = ...
+    hides_all: bool = False
 
     @property
     def _queries(self):
@@ -78,6 +80,7 @@ class Step:
                 for edge in (tiles.blocks.query_begin, tiles.blocks.query_end)
             )
             seen &= (queries >= begins) & ((queries < ends) | (not config.left))
+        seen &= not self.hides_all
         return Pairs(np.exp2(np.where(seen, values, np.float32(-np.inf))), score, slope, seen)
 
     def _bias(self, unit):

@@ -176,7 +176,8 @@ class WarpOps:
 
     def _step(self, tile, i, phase, run=WHOLE):
         keys = slice(self._keys.start, self._keys.stop)
-        return Step(self._call, keys, tile, i, phase.masked, self._columns(run))
+        unseen = not self._call.tiles.is_seen(tile)
+        return Step(self._call, keys, tile, i, phase.masked, self._columns(run), unseen)
 
     def put_ds(self, p, ds):
         """dS^T, and P^T where warps with the same keys have split it, into shared memory."""

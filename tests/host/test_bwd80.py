@@ -266,6 +266,19 @@ def test_what_a_sequence_holds_reaches_no_other_row(name):
     assert_neighbours_are_apart(NEIGHBOURS[name], np.nan, simulate)
 
 
+@pytest.mark.parametrize("tile", [{}, OWN_KEYS | {"ctas_per_sm": 1}])
+@pytest.mark.parametrize("length", [2, 400])
+def test_a_tile_that_nobody_sees_adds_nothing_however_high_its_biases(tile, length):
+    """Slopes of the last sequence, which has no queries, are negative: exp2 of them is more than 16 or 32 bits hold."""
+    problem = strategies.Problem(
+        **dict(batch=3, heads_kv=2, head_dim=64, head_dim_v=64, softmax_scale=0.05),
+        **dict(seqlen_q=8, seqlen_k=length, lengths_q=(7, 1, 0), used_k=(0, 1, length)),
+        alibi="by batch and head",
+    )
+    config, _ = bwd_config.HOPPER.choose_config(facts_of(problem))
+    run(problem, replace(config, **tile))
+
+
 def test_a_fixed_order_gives_the_same_bits():
     draw = np.random.default_rng(0).standard_normal
     q, k, v, dout = (draw((1, n, 1, 32), np.float32) for n in (100, 300, 300, 100))
