@@ -232,11 +232,12 @@ class BackwardConfig(ModFacts, BackwardLaunch):
         """Whether verbs ask for the number of their lane anew: what follows from it would stay in registers around the loop.
 
         A step has more instructions so. Three CTAs that share a multiprocessor cannot do without, nor can P of float16 at head
-        dim 128 without slopes, nor wider sums, nor, above head dim 128, crowded configs.
+        dim 128 without slopes, nor wider sums, nor, above head dim 128, crowded configs, mods, and sequences.
         """
         if not self.hands_over:
             wide = max(self.tile_d, self.tile_dv) > JOINT_DIM
-            return self.ctas_per_sm > 2 or role == 0 and wide and (self.crowded or self.has_mods)
+            full = wide and (self.crowded or self.has_mods or self.varlen)
+            return self.ctas_per_sm > 2 or role == 0 and full
         size = (self.tile_dv, self.tile_d)[role]
         return size > JOINT_DIM or role == 0 and size == JOINT_DIM and not (self.bf16 or self.alibi)
 
@@ -458,7 +459,8 @@ def tiles_for(config: BackwardConfig, two_roles: bool) -> list[dict]:
         tiles = [] if config.crowded else tiles
         tiles += [(32, 8, 4, 2, 1), (32, 4, 2, 2, 1), (32, 4, 2, 1, 1)]
         if two_roles:
-            found = [TWO_ROLES | {"stages": stages} for stages in (2, 1)[config.crowded :]]
+            slots = (2, 1) if config.held < WIDE_CROWD - 1 else (1,)
+            found = [TWO_ROLES | {"stages": stages} for stages in slots]
     names = ("tile_m", "warps", "key_warps", "stages", "ctas_per_sm")
     found += [dict(zip(names, tile, strict=True)) for tile in tiles]
     return [tile for tile in found if query_warps(tile["tile_m"], config.tile_d, tile["warps"])]

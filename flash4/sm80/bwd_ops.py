@@ -31,7 +31,6 @@ from flash4.sm80.products import element, multiply, rows_of
 from flash4.sm80.shared_rows import CHUNK, CHUNK_BYTES
 
 FLOATS = CHUNK_BYTES // FLOAT_BYTES  # that one copy takes
-FAR = 1 << 30  # more than any length
 
 
 @dataclass(frozen=True)
@@ -423,10 +422,11 @@ class BackwardOps:
             slope = self._in_units(self.run_time.slopes[tiles.where(tile).batch, head])
         if c.has_mods:
             place = ModPlace.of(tiles, tile, head, first_query, keys)
-        # Of a tile that nobody sees nothing hides scores, and biases may let them overflow: no query is inside.
-        compared = choose(tiles.is_seen(tile), first_query, -FAR) if c.varlen else first_query
+        # Without queries nothing else hides scores, and biases may let them overflow: then there are no keys either.
+        seen = choose(lengths[0] > 0, lengths[1], 0) if c.varlen else lengths[1]
+        begins = (tiles.blocks.query_begin(key, lengths[0], seen) for key in keys)
         return StepPlace(
-            begins=tuple(tiles.blocks.query_begin(key, *lengths) - compared for key in keys),
+            begins=tuple(begin - first_query for begin in begins),
             end=tiles.blocks.window_end(key, *lengths) - first_query if c.left else None,
             distances=tuple(Float32(first_query + lengths[1] - lengths[0] - key) for key in keys),
             slope=slope,
