@@ -24,7 +24,7 @@ from flash4.interface import options_of
 from flash4.problem import AttentionProblem
 from flash4.sim.explore import explore
 from flash4.sim.handout import HostWarp
-from flash4.sim.sm80_fwd import forward_machines, simulate_forward
+from flash4.sim.sm80_fwd import SMEM_LIMIT, forward_machines, simulate_forward
 from flash4.sm80 import fwd
 from flash4.sm80.fwd_config import (
     A100,
@@ -174,6 +174,7 @@ def run_call(call, seed: int):
     config = flash4.explain(*inputs, arch=arch, **problem.keywords()).config
     if config.pack <= 16 * tile.get("warps", config.warps) * tile.get("atoms", config.atoms):
         config = replace(config, **tile)
+    assume(config.smem_bytes + SMEM_ALIGN <= SMEM_LIMIT)  # what the simulator has: that of an A100
     run(config, problem, seed)
     return config
 
