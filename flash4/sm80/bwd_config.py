@@ -216,6 +216,16 @@ class BackwardConfig(ModFacts, BackwardLaunch):
         wide = (self.hands_over or self.has_mods) and size > JOINT_DIM
         return runs_of(2 if wide and self.dq_shape[0] > ATOM_ROWS else 1)
 
+    def mods_apart(self, row: int) -> bool:
+        """Whether a basic block ends behind the pair of one of a thread's two rows.
+
+        Or ptxas would load and compute for all pairs at once: with mods behind every two, at wide heads with a cap and windows
+        on both sides behind each.
+        """
+        wide = max(self.tile_d, self.tile_dv) > JOINT_DIM
+        each = wide and self.softcap and self.left and self.right
+        return self.has_mods and (row == 1 or each)
+
     @property
     def crowded(self) -> bool:
         """Whether features hold so many registers around a loop that a thread gets more of them, or less to do."""

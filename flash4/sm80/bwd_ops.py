@@ -349,8 +349,8 @@ class BackwardOps:
                     found = self._pair(S[r, j], lse[e], at, phase.masked)
                     P_rows[r, j] = found.p
                     dP[r, j] = self._gradient(found, found.p * (dP[r, j] - delta[e]), at)
-                if c.has_mods:  # or ptxas would load and compute for all pairs at once
-                    numerics.settle(found.p)
+                    if c.mods_apart(r):
+                        numerics.settle(found.p)
         rounded = []
         for x in (P, dp):
             rounded.append(cute.make_rmem_tensor(x.layout, element(c)))
