@@ -1,4 +1,4 @@
-"""What mods of a backward whose rows are keys are told of a step, in CuTe."""
+"""What a backward whose rows are keys knows of a step: what its mods are told, and a pair of query and key; in CuTe."""
 
 from dataclasses import dataclass
 
@@ -35,3 +35,13 @@ class ModPlace:
         query = self.first_query + (8 * (j // 2) + j % 2)
         query = imax(imin(query, self.info.seqlen_q - 1), 0)
         return self.batch, self.head, query, self.keys[r], self.info, aux
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What is known of a query and a key before dP is."""
+
+    p: object
+    score: object  # as a score_mod is given it
+    slope: object  # of the cap, or None
+    seen: object  # whether the query sees the key, or None if it surely does

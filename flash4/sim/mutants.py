@@ -35,6 +35,7 @@ from flash4.sim.sm90_fwd import Variation, round_to_16_bit, simulate_forward
 from flash4.sm80 import bwd_roles as bwd_roles_sm80
 from flash4.sm80 import bwd_two_roles as bwd_two_roles_sm80
 from flash4.sm80 import fwd_roles as fwd_roles_sm80
+from flash4.sm80.bwd_config import OWN_KEYS, TWO_ROLES
 from flash4.sm80.bwd_config import BackwardConfig as BackwardConfigSm80
 from flash4.sm80.fwd_config import ForwardConfig as ForwardConfigSm80
 from flash4.sm90 import (
@@ -272,16 +273,18 @@ SM80_BACKWARD_PROBLEMS = (
     ),
 )
 
-_TWO_ROLES = {"warps": 8, "key_warps": 2, "two_roles": True}
-_OWN_KEYS = _TWO_ROLES | {"key_warps": 4}
 SM80_TWO_ROLES_PROBLEMS = (
-    BackwardProblem(BackwardConfigSm80(True, 64, 64, 64, True, **_TWO_ROLES), 200, 150),
+    BackwardProblem(BackwardConfigSm80(True, 64, 64, causal=True, **TWO_ROLES), 200, 150),
     BackwardProblem(
-        BackwardConfigSm80(True, 64, 64, 64, False, **_TWO_ROLES, stages=1), 200, 64, 2
+        BackwardConfigSm80(True, 64, 64, causal=False, **TWO_ROLES, stages=1), 200, 64, 2
     ),
-    BackwardProblem(BackwardConfigSm80(True, 64, 32, 64, True, **_OWN_KEYS), 200, 150),
-    BackwardProblem(BackwardConfigSm80(True, 32, 32, 64, False, **_OWN_KEYS, stages=1), 200, 64, 2),
-    BackwardProblem(BackwardConfigSm80(True, 192, 128, 64, True, **_OWN_KEYS, stages=1), 100, 128),
+    BackwardProblem(BackwardConfigSm80(True, 64, 32, causal=True, **OWN_KEYS), 200, 150),
+    BackwardProblem(
+        BackwardConfigSm80(True, 32, 32, causal=False, **OWN_KEYS, stages=1), 200, 64, 2
+    ),
+    BackwardProblem(
+        BackwardConfigSm80(True, 192, 128, causal=True, **OWN_KEYS, stages=1), 100, 128
+    ),
 )
 
 JOINT_BACKWARD_PROBLEMS = (

@@ -478,7 +478,8 @@ def tiles_for(config: BackwardConfig, two_roles: bool) -> list[dict]:
 
 def _in_pairs(config: BackwardConfig) -> int:
     """What one role holds, where a warp has dK and dV of 16 keys: some features take more together than each alone."""
-    return config.held + 2 * (config.left and config.right) + (config.softcap and config.alibi)
+    both_sides = config.left and config.right
+    return config.held + 2 * both_sides + (config.softcap and config.alibi)
 
 
 def _tiles_of_mods(config: BackwardConfig) -> list[tuple]:

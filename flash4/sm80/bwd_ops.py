@@ -15,7 +15,7 @@ from flash4.common import mods, numerics
 from flash4.common.dsl import inline_ptx
 from flash4.common.geometry import choose
 from flash4.common.graph import WARP
-from flash4.common.mod_places import ModPlace
+from flash4.common.mod_places import ModPlace, Pair
 from flash4.common.numerics import LOG2E
 from flash4.sm80.bwd_config import FLOAT_BYTES, WHOLE, BackwardConfig
 from flash4.sm80.copies import (
@@ -476,9 +476,8 @@ class BackwardOps:
     def add_run(self, tile, i, dq, run):
         """Sums += a run of dQ; see ``fragments.warp_dq_place`` for their order."""
         (block, head), where = self.tiles.place(tile, i), self.tiles.where(tile)
-        entry = numerics.opaque(
-            where.entry_q
-        )  # products with strides would stay in registers around the loop
+        # Opaque, or its products with strides would stay in registers around the loop.
+        entry = numerics.opaque(where.entry_q)
         sums = self.run_time.sums[entry, head, where.slot_q + block, None]
         address = sums.iterator.toint() + Int64(self.thread * FLOAT_BYTES)
         numbers, groups, atoms = dq.shape
@@ -537,13 +536,3 @@ class StepPlace:
     distances: tuple  # from key to query, in keys
     slope: object  # of ALiBi in the units of scores, or None
     mods: object  # ModPlace, or None
-
-
-@dataclass(frozen=True)
-class Pair:
-    """What is known of a query and a key before dP is."""
-
-    p: object
-    score: object  # as a score_mod is given it
-    slope: object  # of the cap, or None
-    seen: object  # whether the query sees the key, or None if it surely does

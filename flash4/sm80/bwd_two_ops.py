@@ -178,7 +178,5 @@ class TwoRolesOps(BackwardOps):
         if i >= 0:
             for run in self.config.runs_of_dq(self.role):
                 self.add_run(tile, i, self.dq(i, run), run)
-                if (
-                    not run.last
-                ):  # or products of the next one would begin before these registers are free
+                if not run.last:  # or the next one's products would begin before registers are free
                     cute.arch.sync_warp()

@@ -2,8 +2,9 @@
 
 S^T and P^T are one half's, dP^T and dS^T the other's; P reaches the other half through shared memory, in 16 bit. A warp that
 has 32 keys of one product, and the same keys of one sum, or all keys of some of its columns, reads less shared memory than
-one that has half as much of each. Up to head dim 128 a warp's sum is of its own keys: P, or dS, are operands as they are. With two slots of Q and dO the product of dQ is late, in the next step: so that while one half takes exponentials,
-the other multiplies. With one slot it is beside the next step's copies.
+one that has half as much of each. Up to head dim 128 a warp's sum is of its own keys: P, or dS, are operands as they are.
+With two slots of Q and dO the product of dQ is late, in the next step: so that while one half takes exponentials, the other
+multiplies. With one slot it is beside the next step's copies.
 """
 
 import cutlass.cute as cute

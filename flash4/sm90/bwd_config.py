@@ -28,9 +28,8 @@ SEQUENCE_SLOTS = 2  # where a slot is held as long as its tile is worked on
 class BackwardFacts(ModFacts, BackwardLaunch):
     """What follows from the fields of any Hopper backward's config."""
 
-    near_cap = (
-        False  # where no score of a warp's step is large beside the cap, its tanh is a polynomial
-    )
+    # Where no score of a warp's step is large beside the cap, its tanh is a polynomial.
+    near_cap = False
 
     @property
     def box_bytes(self) -> int:

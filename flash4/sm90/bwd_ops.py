@@ -15,7 +15,7 @@ from flash4.common import mods, numerics
 from flash4.common.dsl import inline_ptx
 from flash4.common.geometry import choose, imin
 from flash4.common.graph import WARP, WARPGROUP
-from flash4.common.mod_places import ModPlace
+from flash4.common.mod_places import ModPlace, Pair
 from flash4.common.numerics import LOG2E
 from flash4.common.tma_views import ragged_rows
 from flash4.sm90.bwd_config import STAGES, BackwardConfig
@@ -414,16 +414,6 @@ class Place:
     distances: tuple  # from key to query, in keys
     slope: object  # of ALiBi in the units of scores, or None
     mods: object  # ModPlace, or None
-
-
-@dataclass(frozen=True)
-class Pair:
-    """What is known of a query and a key before dP is."""
-
-    p: object
-    score: object  # as a score_mod is given it
-    slope: object  # of the cap, or None
-    seen: object  # whether the query sees the key, or None if it surely does
 
 
 @dataclass(frozen=True)
