@@ -357,11 +357,6 @@ class BackwardOps:
             rounded[-1].store(x.load().to(element(c)))
         return tuple(rounded)
 
-    def _probability(self, product, lse, at, masked):
-        """(P, slope of the cap or None) of a product of query and key."""
-        pair = self._pair(product, lse, at, masked)
-        return pair.p, pair.slope
-
     def _pair(self, product, lse, at, masked):
         """What is known of the pair of row and column ``at``, from its product and its query's LSE."""
         c, (place, r, j), seen = self.config, at, None

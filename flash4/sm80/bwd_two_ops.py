@@ -95,7 +95,7 @@ class TwoRolesOps(BackwardOps):
             for e in range(2):
                 j = 2 * pair + e
                 for r in range(cute.size(S, mode=[0])):
-                    S[r, j], _ = self._probability(S[r, j], lse[e], (place, r, j), phase.masked)
+                    S[r, j] = self._pair(S[r, j], lse[e], (place, r, j), phase.masked).p
         return self._rounded(s)
 
     def ds(self, i, dp, run):
